@@ -8,15 +8,17 @@ from entropix_jax.errors import UserError
 from entropix_jax.host.interrupts import exit_at_once
 from entropix_jax.version import __version__
 
-# The module of each subcommand, and what it does.
-_COMMANDS = {
+# The module of each subcommand, and what it does. A module has a function `run` and a dataclass
+# `Arguments`, which it takes; one without takes the list of texts.
+COMMANDS = {
     "generate": ("cli.generate", "text from a prompt, and its uncertainty"),
     "chat": ("chat.command", "a conversation in the terminal, each answer and its uncertainty"),
     "batch": ("cli.batch", "texts for a file of prompts, many at a time; a stopped run resumes"),
     "inspect": ("cli.inspect", "the uncertainty of a given text, nothing generated"),
     "serve": ("serve.command", "a server with the OpenAI API"),
     "ablate": ("lab.ablate", "many settings of a sampler on tasks, in one compiled program"),
-    "evaluate": ("lab.evaluate", "samplers against each other, each tuned by the same effort"),
+    "evaluate": ("lab.evaluate", "samplers against each other, each tuned with the same effort"),
+    "pivots": ("lab.pivots", "which tokens decide greedy answers, and what predicts that"),
     "harness": ("lab.harness", "tasks of EleutherAI's lm-evaluation-harness"),
     "calibrate": ("lab.calibrate", "measures a model's own answers, for thresholds in percent"),
     "report": ("cli.report", "a trace as a page to open in a browser"),
@@ -25,40 +27,45 @@ _COMMANDS = {
 
 def run_module(command: str) -> None:
     """Runs a command as the program `python -m entropix_jax.MODULE`, and exits with its status."""
-    exit_at_once()  # Ctrl-C ends the process until there is something to lose.
-    sys.exit(importlib.import_module(f"entropix_jax.{_COMMANDS[command][0]}").main())
+    sys.argv.insert(1, command)
+    sys.exit(main())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the subcommand that the first argument names, and returns its exit status.
 
-    Without `argv` it is the program: the arguments are the process's, and Ctrl-C ends it.
+    Without `argv` it is the program: the arguments are the process's, and Ctrl-C ends it until
+    there is something to lose.
     """
     if argv is None:
         exit_at_once()
         argv = sys.argv[1:]
     name, *arguments = argv or [""]
-    if name in _COMMANDS:
-        module = importlib.import_module(f"entropix_jax.{_COMMANDS[name][0]}")
-        status: int = module.main(arguments, f"entropix-jax {name}")
-        return status
     from entropix_jax.cli.options import run_command
 
-    return run_command(lambda: _run_without_command(name))
+    return run_command(lambda: _run(name, arguments))
 
 
-def _run_without_command(name: str) -> int:
+def _run(name: str, arguments: Sequence[str]) -> int:
+    if name in COMMANDS:
+        from entropix_jax.cli.options import parse
+
+        module = importlib.import_module(f"entropix_jax.{COMMANDS[name][0]}")
+        options = getattr(module, "Arguments", None)
+        prog = f"entropix-jax {name}"
+        status: int = module.run(parse(options, arguments, prog) if options else arguments)
+        return status
     if name == "--version":
         print(f"entropix-jax {__version__}")
         return 0
     if name in ("-h", "--help"):
         print("usage: entropix-jax COMMAND [OPTIONS]\n")
-        for command, (_, purpose) in _COMMANDS.items():
+        for command, (_, purpose) in COMMANDS.items():
             print(f"  {command:<10} {purpose}")
         print("\nentropix-jax COMMAND --help lists the options of a command.")
         return 0
     problem = f"no command '{name}'" if name else "no command given"
-    raise UserError(f"{problem} (known: {', '.join(_COMMANDS)}; see entropix-jax --help)")
+    raise UserError(f"{problem} (known: {', '.join(COMMANDS)}; see entropix-jax --help)")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m entropix_jax.main`: generates text from a prompt."""
+"""`python -m entropix_jax.main`, the same as `entropix-jax generate`."""
 
 from entropix_jax.__main__ import run_module
 

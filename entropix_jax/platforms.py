@@ -1,11 +1,10 @@
-"""What is computed in another way on another platform.
+"""Platform-specific dispatch.
 
 Which way is taken is settled where a program is lowered for a platform. Only a process whose
 default device is a CPU traces the way of a CPU alone, since tracing the others, which it does not
 compile, took a third of a second. It lowers for another platform `with traced_for_all(True)`.
 """
 
-import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,12 +14,6 @@ from jax import lax
 Out = TypeVar("Out")
 
 traced_for_all = jax.make_user_context(False)
-# An option of XLA, for `jax.jit`: a GPU runs a call with a loop as one CUDA graph, and no host
-# waits for the loop's condition. All but WHILE is in a graph anyway.
-_GRAPHS = "xla_gpu_enable_command_buffer"
-LOOPS_IN_GRAPHS = {
-    _GRAPHS: ("FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE")
-}
 
 
 def for_platform(
@@ -48,8 +41,3 @@ def on_cpu() -> bool:
 def traces_cpu_alone() -> bool:
     """Whether programs are traced for a CPU and no other platform."""
     return on_cpu() and not traced_for_all.value
-
-
-def puts_loops_in_graphs() -> bool:
-    """Whether the default device is a GPU whose graphs are left to us."""
-    return jax.default_backend() == "gpu" and _GRAPHS not in os.environ.get("XLA_FLAGS", "")

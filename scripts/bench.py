@@ -1,27 +1,27 @@
-"""Measures speed, beside what the machine allows and the other engines that are installed.
+"""Measures speed, compared with the machine's limits and other installed engines.
 
-    python scripts/bench.py step     decode steps, and the sampler alone
+    python scripts/bench.py step     decode steps, the sampler without a model, the model without it
     python scripts/bench.py prefill  prompts
     python scripts/bench.py batch    prompts and budgets of many lengths through slots
-    python scripts/bench.py sweep    64 settings side by side, and one after another
-    python scripts/bench.py start    from the command to the first token; compiling; loading
+    python scripts/bench.py start    from the command to the first token
 
+With `--tree FOLDER --tree FOLDER` before the command it runs in each of these checkouts in turn.
 `1b` is Llama-3.2-1B's shape with random weights, the default of `step` and `prefill`; the others
 take `tiny`. Any other MODEL is a name, a folder, a GGUF file or a hub id. Contestants take turns;
 figures are medians, a spread is (max - min) / median, ratios are medians of the rounds' ratios.
 The floor of a step or prompt is the time that the machine needs to read or to multiply what it has
-to. `forward + argmax` is the model alone. `greedy` runs the sampler's whole program.
+to. `forward + argmax` is the model without the sampler. A failing engine is skipped with a note.
 """
 
 import argparse
 import gc
-import itertools
 import json
-import statistics
+import os
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,15 +32,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from llama_1b import LLAMA_3_2_1B
-from peers import Peer, find_peers, require_transformers
-from rich.console import Console
-from rich.table import Table
-from start_up import loading, run_generate, write_model
-from timing import Figures, Timed, describe_machine, seconds_of, take_turns
+from peers import Peer, Transformers, find_peers
+from timing import WHERE, Figures, Timed, describe_machine, seconds_of
 
 from entropix_jax.cli.options import EXIT_OK, run_command
-from entropix_jax.engine.decode import decode_here, prefill
 from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.prefill import prefill
 from entropix_jax.engine.preparation import (
     DECODE_WINDOW,
     MAX_STEPS,
@@ -48,36 +45,35 @@ from entropix_jax.engine.preparation import (
     bucket,
     calibrate_sampler,
 )
+from entropix_jax.engine.programs import decode_for_backend
 from entropix_jax.engine.prompts import TOGETHER, may_join
 from entropix_jax.engine.results import Request, Row
-from entropix_jax.engine.state import DecodeState, Recording, init_state
+from entropix_jax.engine.state import DecodeState, Program, init_state
 from entropix_jax.errors import UserError
 from entropix_jax.host.compile_cache import use_compilation_cache
 from entropix_jax.model.cache import KVCache, cache_dtype, init_cache
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.linear import Weight, arranged, quantized
 from entropix_jax.model.llama import forward, unembed
-from entropix_jax.model.loading import TINY, LanguageModel, default_model, load
-from entropix_jax.model.params import PACKED, Params, init_params, pack
+from entropix_jax.model.loading import TINY, load
+from entropix_jax.model.params import Params, init_params
 from entropix_jax.model.precision import ACTIVATIONS, INT8, Precision, choose_precision
-from entropix_jax.names import BOXES
 from entropix_jax.sampler.calibration import generic_calibration
-from entropix_jax.sampler.keys import row_key
+from entropix_jax.sampler.draw import row_key
+from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
+from entropix_jax.sampler.settings import Parts, SamplerSettings
 
 RANDOM_1B = "1b"
-DEFAULT, GREEDY, MIN_P, BARE = "entropix", "greedy", "min-p", "forward + argmax"
+DEFAULT, GREEDY, MIN_P = "entropix", "greedy", "min-p"
 TYPES = ("bfloat16", "float32", INT8)
 NOBODY = np.full(1, -1, np.int32)  # no token ends a row
 
 
-# Steps and prompts of this package.
-
-
 @dataclass(frozen=True)
 class Model:
-    """Weights and how they are computed with; `source` is None where they are random."""
+    """Weights and how they are computed with; `source` is None if they are random."""
 
     config: ModelConfig
     params: Params
@@ -85,16 +81,16 @@ class Model:
     source: Path | None = None
 
     @classmethod
-    def of(cls, name: str, weights: str | None, activations: str | None = None) -> "Model":
-        """A model by its name, its weights in a type of memory."""
+    def named(cls, name: str, weights: str, activations: str | None) -> "Model":
+        """Returns a model, its weights in a type of memory."""
         if name == RANDOM_1B:
-            return cls.random(LLAMA_3_2_1B, weights or "bfloat16", activations)
+            return cls.random(LLAMA_3_2_1B, weights, activations)
         model = load(name, weights, precision=activations)
         return cls(model.config, model.params, model.precision, model.folder)
 
     @classmethod
     def random(cls, config: ModelConfig, weights: str, activations: str | None = None) -> "Model":
-        """Random weights of a shape."""
+        """Returns random weights of a shape."""
         precision = choose_precision(weights, activations=activations)
         dtype = precision.activations if weights == INT8 else precision.weights
 
@@ -103,13 +99,11 @@ class Model:
             return arranged(small) if jax.default_backend() == "cpu" else small
 
         params = jax.tree.map(weight, init_params(config, jax.random.key(0), dtype))
-        if jax.default_backend() in PACKED:
-            params = replace(params, layers=tuple(map(pack, params.layers)))
         return cls(config, params, precision)
 
-    def floor(self, machine: dict[str, Any], rows: int, context: int, tokens: int = 1) -> float:
-        """The fewest seconds that `tokens` more tokens of each row can take: every weight and the
-        used cache is read once, and every product is computed."""
+    def floor(self, machine: Mapping[str, Any], rows: int, context: int, tokens: int = 1) -> float:
+        """Returns the fewest seconds that `tokens` more tokens of each row can take: every weight
+        and the used cache is read once, and every product is computed."""
         config = self.config
         slot = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         size = sum(x.nbytes for x in jax.tree.leaves(self.params))
@@ -120,58 +114,44 @@ class Model:
         rate = machine[str(self.precision.activations)]
         return max(size / machine["read"], operations / rate)
 
-    def state(
-        self, rows: Sequence[Sampler], context: int, capacity: int, lanes: int = 0
-    ) -> DecodeState:
-        """Rows with `context` random tokens each, none of them cached."""
-        batch = len(rows)
+    def state(self, sampler: Sampler, batch: int, context: int, capacity: int) -> DecodeState:
+        """Returns rows with `context` random tokens each, none of them cached."""
         tokens = np.random.default_rng(0).integers(0, self.config.vocab_size, (batch, context))
+        settings = self._settings(sampler)
         return init_state(
             self.config,
             tokens.tolist(),
             [capacity - context] * batch,
             np.stack([row_key(0, str(row)) for row in range(batch)]),
-            jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(self._settings, rows)),
+            jax.tree.map(lambda leaf: jnp.stack([leaf] * batch), settings),
             NOBODY,
+            mechanisms=MECHANISMS,
             capacity=capacity,
             dtype=self.precision.activations,
-            lanes=lanes,
         )
 
-    def decode(
-        self,
-        rows: Sequence[Sampler],
-        context: int,
-        steps: int,
-        capacity: int | None = None,
-        lanes: int = 0,
-    ) -> Timed:
-        """Times a step of rows that each have a sampler, on a device with so many lanes."""
-        capacity = capacity or bucket(context + steps, 256)
-        run = partial(
-            decode_here(),
-            config=self.config,
-            window=min(bucket(context + steps, DECODE_WINDOW), capacity),
-            max_steps=max(MAX_STEPS, steps),
-            recording=Recording(),
+    def decode(self, name: str, batch: int, context: int, steps: int) -> Timed:
+        """Times a step with a preset, whose rows explore where they would branch."""
+        sampler = load_sampler(name).with_values({"branch.per_row": 0})
+        capacity = bucket(context + steps, 256)
+        used = sampler.parts(self._settings(sampler)).used
+        program = Program(
+            Parts(MECHANISMS, used), min(bucket(context + steps, DECODE_WINDOW), capacity)
         )
+        run = partial(decode_for_backend(), config=self.config, max_steps=max(MAX_STEPS, steps))
 
         def seconds() -> float:
-            state = self.state(rows, context, capacity, lanes)
-            state = jax.block_until_ready(
-                replace(state, cache=_filled(state.cache, jnp.int32(context - 1)))
-            )
-            ran, forked = 0, False
+            state = self.state(sampler, batch, context, capacity)
+            state = replace(state, cache=_filled(state.cache, jnp.int32(context - 1)))
+            state = jax.block_until_ready(state)
             started = time.perf_counter()
-            for _ in range(2 * steps):  # a call may find that the lanes are needed, or are not
-                state, packed, needs_lanes = jax.block_until_ready(
-                    run(self.params, state, jnp.int32(steps - ran), lanes=forked)
-                )
-                records = jax.device_get(packed).unpack()
-                ran, forked = ran + int(records.live.any(axis=1).sum()), bool(needs_lanes)
-                if ran == steps:
-                    return (time.perf_counter() - started) / steps
-            raise UserError(f"only {ran} of {steps} steps ran: give --steps {ran}")
+            done = run(self.params, state, jnp.int32(steps), program=program)
+            _, records, _ = jax.block_until_ready(done)
+            elapsed = time.perf_counter() - started
+            ran = int(np.asarray(records.live).any(axis=1).sum())
+            if ran < steps:
+                raise UserError(f"only {ran} of {steps} steps ran: give --steps {ran}")
+            return elapsed / steps
 
         return seconds
 
@@ -201,45 +181,22 @@ class Model:
         return seconds
 
     def prefill(self, tokens: int, rows: int = 1) -> Timed:
-        """Times the reading of a prompt into an empty cache, as one of so many that are read in
-        one call."""
+        """Times the reading of a prompt into an empty cache, one of `rows` in the same call."""
         capacity = bucket(tokens + 1, PREFILL_WINDOW)
         count = jnp.full(rows, tokens, jnp.int32)
         window = min(bucket(tokens, PREFILL_WINDOW), capacity)
         slots = None if rows == 1 else jnp.arange(rows, dtype=jnp.int32)
 
         def seconds() -> float:
-            state = jax.block_until_ready(
-                self.state([load_sampler(DEFAULT)] * rows, tokens, capacity)
-            )
-            prompts = jnp.asarray(state.history[:, :tokens])
+            state = self.state(load_sampler(DEFAULT), rows, tokens, capacity)
+            prompts = jnp.asarray(jax.block_until_ready(state).history[:, :tokens])
             where = {"config": self.config, "window": window}
             call = partial(prefill, self.params, state, prompts, count, slots, **where)
             return seconds_of(call) / rows
 
         return seconds
 
-    def products(self, batch: int) -> Timed:
-        """Times the products of `batch` vectors with every matrix, and nothing else."""
-        matrices = [x for x in jax.tree.leaves(self.params) if x.ndim == 2]
-        dtype = self.precision.activations
-
-        @jax.jit
-        def multiply(matrices: list[jax.Array]) -> list[jax.Array]:
-            ones = {x.shape[1]: jnp.ones((batch, x.shape[1]), dtype) for x in matrices}
-            return [
-                jnp.dot(ones[x.shape[1]], x.astype(dtype).T, preferred_element_type=jnp.float32)
-                for x in matrices
-            ]
-
-        return lambda: seconds_of(lambda: multiply(matrices))
-
-    def compile(self) -> float:
-        """Seconds to trace, lower and compile a step and the reading of a prompt."""
-        jax.clear_caches()
-        return self.decode([load_sampler(DEFAULT)], 128, 1)() + self.prefill(128)()
-
-    def _settings(self, sampler: Sampler) -> Any:
+    def _settings(self, sampler: Sampler) -> SamplerSettings:
         return sampler.resolve(generic_calibration()).settings(
             num_layers=self.config.num_layers,
             epsilon=2.0**-23,
@@ -265,296 +222,178 @@ def _filled(cache: KVCache, length: jax.Array) -> KVCache:
     )
 
 
-def without_branches(name: str) -> Sampler:
-    """A preset whose rows explore where they would branch."""
-    return load_sampler(name).with_values({"branch.per_row": 0})
-
-
-def branching(everywhere: bool, depth: int, width: int) -> Sampler:
-    """A sampler whose rows branch at every step, or never."""
-    return load_sampler(DEFAULT).with_values(
-        {
-            **{f"regimes.{box}": ["entropy < -1"] for box in BOXES},
-            **({"regimes.lehv": ["entropy > -1"]} if everywhere else {}),
-            "arms.mid": "sample",
-            "loop.max_period": 0,
-            "branch.commit_all": False,
-            "branch.max_share": 1e6,
-            "branch.depth": depth,
-            "branch.width": width,
-            "branch.min_p": 0.0,
-            "branch.top_p": 1.0,
-        }
-    )
+def ask_peers(peers: Sequence[Peer], ask: Callable[[Peer], Timed | None]) -> dict[str, Timed]:
+    """Returns what `ask` returns for each engine, without those that return None."""
+    return {peer.name: timed for peer in peers if (timed := ask(peer)) is not None}
 
 
 def measure_steps(args: argparse.Namespace, figures: Figures, scratch: Path) -> None:
-    """Steps of every type of weights, batch and context, then the sampler alone."""
+    """Measures steps of every type of weights, batch and context, then the sampler alone."""
+    on_cpu = figures.machine["platform"] == "cpu"
+    narrow = replace(LLAMA_3_2_1B, width=8, mlp_width=8, head_dim=8)
+    narrow = replace(narrow, num_layers=1, num_heads=1, num_kv_heads=1)
     for weights in args.weights:
-        model = Model.of(args.model or RANDOM_1B, weights, args.precision)
-        peers = list(find_peers(model.config, weights, model.source, scratch))
+        model = Model.named(args.model or RANDOM_1B, weights, args.precision)
+        peers = [*find_peers(model.config, weights, model.source, scratch)]
         points = [(batch, args.context[0]) for batch in args.batch]
-        if not args.branching:
-            points += [(args.batch[0], context) for context in args.context[1:]]
+        points += [(args.batch[0], context) for context in args.context[1:]]
         for batch, context in points:
             if context + args.steps > model.config.max_positions:
                 continue
-            on_cpu = figures.machine["platform"] == "cpu"
             steps = max(2, args.steps // max(1, batch // 4)) if on_cpu else args.steps
-            if args.branching:
-                rows = [branching(True, args.depth, args.width)] * args.branching
-                others = [branching(False, args.depth, args.width)] * (batch - len(rows))
-                lanes = len(rows) * (args.width - 1)
-                none = [branching(False, args.depth, args.width)] * batch
-                contestants = {
-                    "none branches": model.decode(none, context, steps, lanes=lanes),
-                    f"{len(rows)} branch": model.decode(rows + others, context, steps, lanes=lanes),
-                    "those alone": model.decode(rows, context, steps, lanes=lanes),
-                }
-            else:
-                contestants = step_contestants(model, peers, batch, context, steps)
+            own = {name: model.decode(name, batch, context, steps) for name in args.samplers}
+            own["forward + argmax"] = model.bare(batch, context, steps)
+            others = ask_peers(peers, lambda peer: peer.decode(batch, context, steps))  # noqa: B023
             floor = model.floor(figures.machine, batch, context)
             what = {"kind": "step", "weights": weights, "batch": batch, "context": context}
-            figures.measure(contestants, tokens=batch, floor=floor, **what)
-            del contestants
-            gc.collect()
-        if args.slots:
-            contestants = {
-                f"{DEFAULT}, {slots} slots": model.decode(
-                    [without_branches(DEFAULT)], 128, 8, slots
-                )
-                for slots in args.slots
-            }
-            figures.measure(contestants, kind="slots", weights=weights, batch=1, context=128)
-        peers.clear()
-        vocabulary = model.config.vocab_size
-        del model
+            figures.measure(own, others, tokens=batch, floor=floor, **what)
+        narrow = replace(narrow, vocab_size=model.config.vocab_size)
+        del model, peers, own, others
         gc.collect()
-    if args.branching:
-        return
-    # All of a step but the model: that of a model which is next to nothing.
-    narrow = replace(
-        LLAMA_3_2_1B,
-        vocab_size=vocabulary,
-        width=8,
-        mlp_width=8,
-        head_dim=8,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-    )
+    # The sampler's share of a step: a step of a very small model.
     model = Model.random(narrow, "float32")
     for batch in args.batch:
-        contestants = step_contestants(model, [], batch, 128, args.steps)
-        figures.measure(contestants, kind="sampler alone", batch=batch, context=128)
-
-
-def step_contestants(
-    model: Model, peers: Sequence[Peer], batch: int, context: int, steps: int
-) -> dict[str, Timed]:
-    """This package's steps, the model alone, and the other engines'."""
-    contestants: dict[str, Timed] = {
-        name: model.decode([without_branches(name)] * batch, context, steps)
-        for name in (DEFAULT, GREEDY, MIN_P)
-    }
-    contestants[BARE] = model.bare(batch, context, steps)
-    if batch > 1 and model.precision.weights == model.precision.activations:
-        contestants["products alone"] = model.products(batch)
-    for peer in peers:
-        if timed := peer.decode(batch, context, steps):
-            contestants[peer.name] = timed
-    return contestants
+        own = {name: model.decode(name, batch, 128, args.steps) for name in args.samplers}
+        figures.measure(own, kind="sampler alone", batch=batch, context=128)
 
 
 def measure_prompts(args: argparse.Namespace, figures: Figures, scratch: Path) -> None:
-    """Prompts of every type of weights and length."""
+    """Measures prompts of every type of weights and length."""
     for weights in args.weights:
-        model = Model.of(args.model or RANDOM_1B, weights, args.precision)
-        peers = list(find_peers(model.config, weights, model.source, scratch))
+        model = Model.named(args.model or RANDOM_1B, weights, args.precision)
+        peers = [*find_peers(model.config, weights, model.source, scratch)]
         for tokens in args.tokens:
-            contestants = {"entropix_jax": model.prefill(tokens)}
+            own = {"entropix_jax": model.prefill(tokens)}
             if may_join(tokens, bucket(tokens, PREFILL_WINDOW)):
-                contestants[f"{TOGETHER} in one call, each"] = model.prefill(tokens, TOGETHER)
-            for peer in peers:
-                if timed := peer.prefill(tokens):
-                    contestants[peer.name] = timed
+                own[f"{TOGETHER} in one call, each"] = model.prefill(tokens, TOGETHER)
+            others = ask_peers(peers, lambda peer: peer.prefill(tokens))  # noqa: B023
             floor = model.floor(figures.machine, 1, tokens // 2, tokens)
             what = {"kind": "prompt", "weights": weights, "batch": 1, "context": tokens}
-            figures.measure(contestants, tokens=tokens, floor=floor, **what)
-        del model, peers, contestants
+            figures.measure(own, others, tokens=tokens, floor=floor, **what)
+        del model, peers, own, others
         gc.collect()
 
 
-# Batches and sweeps.
-
-
-@dataclass(frozen=True)
-class Ran:
-    """What became of some requests."""
-
-    seconds: float
-    rows: list[Row]
-    used: float  # share of slot-steps that had a running row
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(row.tokens) for row in self.rows)
-
-
-def run_rows(model: LanguageModel, work: Sequence[Request], slots: int, capacity: int) -> Ran:
-    """Runs requests through so many slots."""
-    rows = [Row(request) for request in work]
-    started = time.perf_counter()
-    engine = Engine(model, slots=slots, capacity=capacity)
-    for _ in engine.run(rows):
-        pass
-    return Ran(time.perf_counter() - started, rows, engine.used)
-
-
-def measure_batch(args: argparse.Namespace) -> dict[str, Any]:
-    """Random prompts and budgets through slots, some of them one by one, and `transformers` in
-    static batches, which wait for their longest row."""
-    if args.transformers:
-        require_transformers()
-    model = load(args.model or TINY, args.weights[0] if args.weights else "float32")
+def measure_batch(args: argparse.Namespace, figures: Figures, scratch: Path) -> None:
+    """Measures random prompts and budgets through slots, the first of them one by one, and
+    `transformers` in static batches, which wait for their longest row."""
+    weights = args.weights[0] if args.weights else "float32"
+    model = load(args.model or TINY, weights, precision=args.precision)
     rng = np.random.default_rng(0)
-    greedy, default = (calibrate_sampler(load_sampler(name), model) for name in (GREEDY, DEFAULT))
+    samplers = [calibrate_sampler(load_sampler(name), model) for name in args.samplers]
     requests = [
         Request(
             rng.integers(0, model.tokenizer.vocab_size, rng.integers(8, 513)).tolist(),
-            greedy,
+            samplers[0],
             row_id=str(i),
             max_new_tokens=int(rng.integers(4, 257)),
         )
         for i in range(args.records)
     ]
-    found: dict[str, Any] = {}
-    table = Table("", "seconds", "tokens", "tok/s", "useful slot-steps", title=str(model.folder))
+    first = requests[:16]
+    used: dict[str, float] = {}
 
-    def add(label: str, seconds: float, tokens: int, used: float) -> None:
-        found[label] = {"seconds": seconds, "tokens": tokens, "used": used}
-        rate = f"{tokens / seconds:.0f}"
-        table.add_row(label, f"{seconds:.1f}", str(tokens), rate, f"{used:.1%}")
+    def run(work: Sequence[Request], slots: int, name: str) -> float:
+        started = time.perf_counter()
+        engine = Engine(model, slots=slots, capacity=1024)
+        for _ in engine.run([Row(request) for request in work]):
+            pass
+        used[name] = engine.used
+        return time.perf_counter() - started
 
-    for sampler in (default, greedy):
-        for slots, some in ((args.slots, requests), (1, requests[:16])):
+    for slots, some, title in ((args.slots, requests, "slots"), (1, first, "one by one")):
+        own: dict[str, Timed] = {}
+        for sampler in samplers:
             work = [replace(request, sampler=sampler) for request in some]
-            run_rows(model, work, slots, 1024)  # compiles for each length
-            ran = run_rows(model, work, slots, 1024)
-            label = f"{slots} slots" if slots > 1 else f"{len(some)} one by one"
-            add(f"{sampler.name}, {label}", ran.seconds, ran.tokens, ran.used)
-    if args.transformers:
-        label = f"transformers, batches of {args.slots}"
-        add(label, *_static_batches(model.folder, requests, args.slots))
-    Console().print(table)
-    return found
+            own[sampler.name] = partial(run, work, slots, f"{sampler.name}, {title}")
+        peers = find_peers(model.config, weights, model.folder, scratch) if slots > 1 else ()
+        static = {p.name: p.batches(some, slots) for p in peers if isinstance(p, Transformers)}
+        # No request has an end token.
+        tokens = sum(request.max_new_tokens for request in some)
+        figures.measure(own, static, tokens=tokens, kind=title, weights=weights, batch=slots)
+    for name, share in used.items():
+        print(f"{name}: {share:.1%} of the slots' steps had a running row")
 
 
-def _static_batches(
-    folder: Path, requests: Sequence[Request], size: int
-) -> tuple[float, int, float]:
-    """Seconds, tokens, and the share of steps that were of use, of `transformers` in float32."""
-    import torch
-    from transformers import AutoModelForCausalLM
+def measure_start(args: argparse.Namespace, figures: Figures, scratch: Path) -> None:
+    """Measures the command, with an empty compile cache and with a filled one."""
+    model, memory = args.model or TINY, dict[str, list[int]]()
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    started, steps = time.perf_counter(), 0
-    for first in range(0, len(requests), size):
-        batch = requests[first : first + size]
-        longest = max(len(request.prompt) for request in batch)
-        ids = torch.zeros((len(batch), longest), dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for i, request in enumerate(batch):
-            ids[i, longest - len(request.prompt) :] = torch.tensor(request.prompt)
-            mask[i, longest - len(request.prompt) :] = 1
-        new = max(request.max_new_tokens for request in batch)
-        options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        with torch.inference_mode():
-            model.generate(ids, attention_mask=mask, max_new_tokens=new, **options)
-        steps += new * len(batch)
-    tokens = sum(request.max_new_tokens for request in requests)
-    return time.perf_counter() - started, tokens, tokens / steps
+    def run(state: str) -> float:
+        with tempfile.TemporaryDirectory(dir=scratch) as empty:
+            cache = Path(empty) if state == "empty" else scratch
+            first, peak = run_generate(model, args.weights, cache, Path(empty) / "trace.jsonl")
+        memory.setdefault(state, []).append(peak)
+        return first
+
+    states = {f"{state} cache": partial(run, state) for state in ("empty", "filled")}
+    figures.measure(states, kind=f"first token of {model}")
+    for state, peaks in memory.items():
+        print(f"{state} cache: peak anonymous memory {max(peaks[1:]) / 1e9:.2f} GB")
 
 
-def measure_sweep(args: argparse.Namespace) -> dict[str, Any]:
-    """A grid of 8 x 8 settings, one row of each: in one batch, and row after row."""
-    model = load(args.model or TINY, args.weights[0] if args.weights else "float32")
-    prompt = model.tokenizer.encode("Once upon a time", add_bos=True)
-    grid = itertools.product(np.linspace(5, 60, 8), np.linspace(0, 0.6, 8))
-    base, work = load_sampler(DEFAULT), []
-    for percent, weight in grid:
-        values = {"thresholds.h1": f"{percent:.4g}%", "adaptive.temperature_logits": float(weight)}
-        sampler = calibrate_sampler(base.with_values(values), model)
-        work.append(Request(prompt, sampler, max_new_tokens=args.tokens, row_id="row"))
-    capacity = -(-(len(prompt) + args.tokens) // 64) * 64
-    rows: dict[str, list[Row]] = {}
-
-    def together() -> float:
-        ran = run_rows(model, work, len(work), capacity)
-        rows["together"] = ran.rows
-        return ran.seconds
-
-    def alone() -> float:
-        runs = [run_rows(model, [one], 1, capacity) for one in work]
-        rows["alone"] = [row for ran in runs for row in ran.rows]
-        return sum(ran.seconds for ran in runs)
-
-    alone()
-    programs = -decode_here()._cache_size()
-    together()
-    programs += decode_here()._cache_size()
-    seconds = take_turns({"side by side": together, "one by one": alone}, args.repeats)
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
-    faster = statistics.median(
-        a / b for a, b in zip(seconds["one by one"], seconds["side by side"], strict=True)
+def run_generate(
+    model: str, weights: Sequence[str] | None, cache: Path, trace: Path
+) -> tuple[float, int]:
+    """Runs the generate command. Returns the seconds to its first token, and the peak of its
+    anonymous memory in bytes (0 if there is no /proc)."""
+    command = [sys.executable, "-m", "entropix_jax.main", "--model", model, "--no-chat"]
+    command += ["--prompt", "Once upon a time", "--ignore-eos", "--max-new-tokens", "32"]
+    command += ["--trace", str(trace), *(["--dtype", weights[0]] if weights else [])]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
     )
-    same = sum(
-        [t.token_id for t in a.tokens] == [t.token_id for t in b.tokens]
-        for a, b in zip(rows["together"], rows["alone"], strict=True)
-    )
-    for name, median in medians.items():
-        print(f"{len(work)} settings, {args.tokens} tokens each, {name}: {median:.2f} s")
-    print(f"times as fast side by side: {faster:.1f}; programs compiled for it: {programs}")
-    print(f"rows with the same tokens both ways: {same} of {len(work)}")
-    return {"seconds": medians, "times_as_fast": faster, "programs": programs, "same": same}
+    first, peak, status = 0.0, 0, Path(f"/proc/{process.pid}/status")
+    while process.poll() is None:
+        lines = status.read_text(encoding="utf-8").splitlines() if status.exists() else []
+        peak = max(peak, *(1024 * int(x.split()[1]) for x in lines if x.startswith("RssAnon")), 0)
+        # The trace's second line is the first token.
+        if not first and trace.exists() and trace.read_bytes().count(b"\n") > 1:
+            first = time.perf_counter() - started
+        time.sleep(0.02)
+    if process.returncode:
+        said = process.communicate()[1].strip()
+        raise UserError(f"the command failed with status {process.returncode}: {said}")
+    return first or time.perf_counter() - started, peak
 
 
-# Start-up.
+def compare_trees(trees: Sequence[Path], arguments: Sequence[str], figures: Figures) -> None:
+    """Runs the script of each checkout in turns, in processes of their own."""
+    seconds: dict[tuple[Any, ...], dict[str, list[float]]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "figures.json"
+        for turn in range(figures.repeats):
+            for tree in trees:
+                print(f"round {turn + 1} of {figures.repeats}: {tree}", file=sys.stderr)
+                command = [sys.executable, str(tree / "scripts" / "bench.py"), *arguments]
+                command += ["--repeats", "1", "--json", str(file)]
+                environment = {**os.environ, "PYTHONPATH": str(tree)}
+                ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+                if ran.returncode:
+                    said = ran.stderr.strip()[-2000:]
+                    raise UserError(
+                        f"{tree}: the script ended with status {ran.returncode}: {said}"
+                    )
+                for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
+                    key = (*map(row.get, WHERE), row["engine"])
+                    seconds.setdefault(key, {}).setdefault(str(tree), []).append(row["seconds"])
+    for (*where, engine), by_tree in seconds.items():
+        # Not of what is in one tree only, or was skipped in a round.
+        if [len(times) for times in by_tree.values()] == [figures.repeats] * len(trees):
+            named = {f"{engine}, {tree}": times for tree, times in by_tree.items()}
+            figures.add(named, **dict(zip(WHERE, where, strict=True)))
 
 
-def measure_start(args: argparse.Namespace, scratch: Path) -> list[dict[str, Any]]:
-    """Of each model: the command with an empty compile cache and with a filled one; compiling a
-    step and a prompt; and loading weights, beside reading their file."""
-    table = Table("model", "compile cache", "first token, s", "whole run, s", "peak memory, GB")
-    for name in ("compiling, s", "loading, s", "reading the file, s"):
-        table.add_column(name)
-    names = [args.model] if args.model else list(dict.fromkeys((TINY, default_model())))
-    found: list[dict[str, Any]] = []
-    jax.config.update("jax_compilation_cache_dir", str(scratch / "own"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    for name in names:
-        weights = args.weights[0] if args.weights else None
-        model = Model.of(name, weights)
-        folder = model.source
-        if folder is None:
-            folder = scratch / "random"
-            write_model(folder, model.params, model.config)
-        load_seconds, read_seconds = loading(model.config, folder)
-        cache = scratch / f"cache-{len(found)}"
-        for number, state in enumerate(("empty", "filled")):
-            row: dict[str, Any] = {"model": name, "cache": state, "compiling": model.compile()}
-            row |= run_generate(str(folder) if name == RANDOM_1B else name, weights, cache)
-            row |= {"loading": load_seconds, "reading": read_seconds} if not number else {}
-            found.append(row)
-            table.add_row(
-                *(name, state, f"{row['first_token']:.2f}", f"{row['seconds']:.2f}"),
-                *(f"{row['peak_bytes'] / 1e9:.2f}", f"{row['compiling']:.1f}"),
-                *(f"{row[key]:.2f}" if row.get(key) else "" for key in ("loading", "reading")),
-            )
-        del model
-        gc.collect()
-    Console(width=120).print(table)
-    return found
+# What each command runs, and its rounds.
+COMMANDS = {
+    "step": (measure_steps, 5),
+    "prefill": (measure_prompts, 5),
+    "batch": (measure_batch, 1),
+    "start": (measure_start, 3),
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -562,16 +401,14 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--model", help="see above")
     common.add_argument("--weights", nargs="+", choices=TYPES, help="types in memory")
     common.add_argument("--precision", choices=ACTIVATIONS, help="of hidden states and cache")
-    common.add_argument("--repeats", type=int, default=5, help="rounds")
+    common.add_argument("--repeats", type=int, help="rounds after the first, which is not timed")
     common.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    step, prompt, batch, sweep, _ = (
-        kinds.add_parser(name, parents=[common])
-        for name in ("step", "prefill", "batch", "sweep", "start")
-    )
+    parser.add_argument("--tree", type=Path, action="append", metavar="FOLDER", help="a checkout")
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="COMMAND")
+    step, prompt, batch, _ = (kinds.add_parser(name, parents=[common]) for name in COMMANDS)
     step.add_argument("--batch", nargs="+", type=int, default=[1, 4, 16, 64], help="rows")
     step.add_argument(
         "--context",
@@ -583,37 +420,33 @@ def _parser() -> argparse.ArgumentParser:
     step.add_argument(
         "--steps", type=int, default=128, help="of one timing; on a CPU fewer of many rows"
     )
-    step.add_argument("--slots", nargs="+", type=int, help="also compare caches of such sizes")
-    step.add_argument("--branching", type=int, metavar="N", help="let N rows branch all the time")
-    step.add_argument("--depth", type=int, default=8, help="tokens of a branch")
-    step.add_argument("--width", type=int, default=4, help="branches of a row")
+    step.add_argument("--samplers", nargs="+", default=[DEFAULT, GREEDY, MIN_P], help="presets")
     prompt.add_argument("--tokens", nargs="+", type=int, default=[128, 512])
     batch.add_argument("--slots", type=int, default=32)
     batch.add_argument("--records", type=int, default=400, help="prompts")
-    batch.add_argument("--transformers", action="store_true", help="needs the extra 'parity'")
-    sweep.add_argument("--tokens", type=int, default=100, help="that each row generates")
+    batch.add_argument("--samplers", nargs="+", default=[DEFAULT, GREEDY], help="presets")
     return parser
 
 
 def main() -> int:
     """The command line."""
     args = _parser().parse_args()
-    if args.kind != "start":
-        use_compilation_cache()
-    with tempfile.TemporaryDirectory() as scratch:
+    measure, rounds = COMMANDS[args.kind]
+    figures = Figures(args.repeats or rounds)
+    if args.tree:
+        compare_trees(args.tree, sys.argv[sys.argv.index(args.kind) :], figures)
+    else:
+        if args.kind != "start":
+            use_compilation_cache()
         if args.kind in ("step", "prefill"):
-            figures = Figures(args.repeats, describe_machine())
+            figures.machine = describe_machine()
             both = figures.machine["platform"] == "cpu"
             args.weights = args.weights or TYPES[: 2 if both else 1]
-            measure = measure_steps if args.kind == "step" else measure_prompts
+        with tempfile.TemporaryDirectory() as scratch:
             measure(args, figures, Path(scratch))
-            figures.console.print(figures.table())
-            found: Any = {"machine": figures.machine, "rows": figures.rows}
-        elif args.kind == "start":
-            found = measure_start(args, Path(scratch))
-        else:
-            found = (measure_batch if args.kind == "batch" else measure_sweep)(args)
+    figures.print_table()
     if args.json:
+        found = {"machine": figures.machine, "rows": figures.rows}
         args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return EXIT_OK
 

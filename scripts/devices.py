@@ -1,191 +1,282 @@
-"""Compiles the engine's programs for devices that are not there, and reads what came of them.
+"""Compiles the engine's programs for an H100 or a TPU v5e, without the hardware.
 
-    python scripts/devices.py                              the default sampler, all devices
-    python scripts/devices.py --devices v5e --mesh model=8
-    python scripts/devices.py --programs decode forked --json figures.json
+    .venv-devices-tpu/bin/python scripts/devices.py v5e
+    .venv-devices-tpu/bin/python scripts/devices.py v5e --programs decode --batch 64 --mesh model=8
+    .venv-devices-cuda/bin/python scripts/devices.py h100 --json /tmp/figures.json
 
 Llama-3.2-1B's shape in bfloat16, as `Engine` runs it: `decode` (steps while no row is forked),
-`forked` (steps with the lanes of forks) and `prefill` (a part of a prompt). Nothing runs: every
-figure is read off the compiled program. `scripts/test --devices` makes the environments that this
-needs; those that lie elsewhere are named by ENTROPIX_DEVICES_CUDA and ENTROPIX_DEVICES_TPU.
+`forked` (steps with the lanes of forks) and `prefill` (a part of a prompt). Nothing runs: figures
+are JAX's memory analysis, and counts in the text of the compiled program. `scripts/test --devices`
+makes the environments. They need the device's compiler, but neither the device nor its driver.
 """
 
 import argparse
 import json
 import os
-import subprocess
+import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from device_program import COMPILER, DECODE, FORKED, H100, PLATFORM, PREFILL, V5E, Wanted
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parents[1]
-# Where JAX for a platform comes from, as an extra of this package.
-EXTRAS = {"cuda": "devices-cuda", "tpu": "devices-tpu"}
-MESHES = ("model=8", "data=8")
-EXIT_MISSING = 2
+H100, V5E = "h100", "v5e"
+DECODE, FORKED, PREFILL = "decode", "forked", "prefill"
+PLATFORM = {H100: "cuda", V5E: "tpu"}
+COLLECTIVES = r" (all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
+# The compiler would ask a GPU's driver for these. Without the versions of driver and runtime it
+# takes them for too old, and leaves conditionals and loops out of CUDA graphs.
+_H100 = """
+platform_name: "CUDA"
+device_description_str: "NVIDIA H100 80GB HBM3"
+runtime_version { major: 13 minor: 0 }
+dnn_version_info { major: 9 minor: 28 }
+gpu_device_info {
+  name: "NVIDIA H100 80GB HBM3"
+  cuda_compute_capability { major: 9 }
+  driver_version: "13.0.0"
+  kernel_mode_driver_version: "580.159.4"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  core_count: 132
+  clock_rate_ghz: 1.98
+  fpus_per_core: 128
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000
+  device_memory_size: 84929347584
+  l2_cache_size: 52428800
+}
+"""
 
 
-class CompileError(Exception):
-    """A program that did not compile."""
+def prepare(device: str, folder: str) -> None:
+    """Sets what JAX and the compilers read when they are imported. XLA's dumps go to the folder."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # what is read from it is not dumped
+    flags = [f"--xla_dump_to={folder}", "--xla_dump_hlo_as_text"]
+    if PLATFORM[device] == "tpu":
+        # Else it asks the network which TPU this machine is part of.
+        os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+        # There is no TPU that two processes could use at once.
+        os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+        os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+        flags.append("--xla_gpu_autotune_level=0")  # there is nothing to time kernels on
+    os.environ["XLA_FLAGS"] = " ".join(flags)
 
 
-def python_for(device: str) -> str | None:
-    """The interpreter with the compiler for a device; None: there is none."""
-    platform = PLATFORM[device]
-    module = COMPILER[platform]
-    looks = f"import importlib.util as u, sys; sys.exit(u.find_spec('{module}') is None)"
-    named = os.environ.get(f"ENTROPIX_DEVICES_{platform.upper()}")
-    beside = str(ROOT / f".venv-devices-{platform}" / "bin" / "python")
-    for python in [named] if named else [beside, sys.executable]:
-        try:
-            if subprocess.run([python, "-c", looks], capture_output=True).returncode == 0:
-                return python
-        except OSError:
-            continue
-    return None
+def topology(device: str, mesh: str | None) -> Any:
+    """Returns the devices, as far as a compiler needs them: one, or eight TPUs for a mesh."""
+    from jax.experimental import topologies
+
+    if device == H100:
+        return topologies.get_topology_desc(platform="cuda", target_config=_H100, topology="1x1x1")
+    shape = "2x2" if mesh is None else "2x4"
+    return topologies.get_topology_desc(platform="tpu", topology_name=f"v5e:{shape}")
 
 
-def missing(device: str) -> str:
-    """What a user does where the compiler for a device is not there."""
-    platform = PLATFORM[device]
-    extra = EXTRAS[platform]
-    return (
-        f"{device}: its compiler ({COMPILER[platform]}) is not installed: scripts/test --devices "
-        f"makes .venv-devices-{platform} with it, or, in an environment of your own: "
-        f"pip install -e '.[{extra}]'"
+def trace(args: argparse.Namespace, program: str, batch: int, devices: Any) -> Any:
+    """Returns the traced program, with the shapes and shardings with which `Engine` calls it."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+    from llama_1b import LLAMA_3_2_1B as CONFIG
+
+    from entropix_jax.engine.decode import decode
+    from entropix_jax.engine.engine import shared_lanes
+    from entropix_jax.engine.prefill import prefill
+    from entropix_jax.engine.preparation import MAX_STEPS, CalibratedSampler
+    from entropix_jax.engine.programs import decode_in_graph
+    from entropix_jax.engine.prompts import TOGETHER, may_join
+    from entropix_jax.engine.slots import Layout, empty_slots, lanes_for
+    from entropix_jax.engine.state import Program
+    from entropix_jax.model.mesh import DATA, parse_mesh, rules_for
+    from entropix_jax.model.params import param_specs
+    from entropix_jax.model.precision import choose_precision
+    from entropix_jax.sampler.calibration import generic_calibration
+    from entropix_jax.sampler.presets import load_sampler
+
+    rules = None
+    whole: jax.sharding.Sharding = SingleDeviceSharding(devices[0])
+    if args.mesh is not None:
+        rules = rules_for(parse_mesh(args.mesh, devices), CONFIG)
+        whole = NamedSharding(rules.mesh, PartitionSpec())
+
+    def placed(tree: Any, shardings: Any) -> Any:
+        if shardings is None:
+            shardings = jax.tree.map(lambda _: whole, tree)
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
+        )
+
+    def integers(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole)
+
+    precision = choose_precision("bfloat16", PLATFORM[args.device])
+    params = jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, precision.weights), param_specs(CONFIG)
+    )
+    # The tokens of texts and the values of thresholds change no shape.
+    calibration = generic_calibration()
+    sampler = load_sampler(args.sampler).resolve(calibration)
+    settings = sampler.settings(
+        num_layers=CONFIG.num_layers,
+        epsilon=2.0**-8,
+        encode=lambda text: [1, 2, 3],
+        token_texts=list,
+        vocab_size=CONFIG.vocab_size,
+    )
+    shards = 1 if rules is None else rules.mesh.shape[DATA]
+    needed = lanes_for(CalibratedSampler(sampler, settings, calibration))
+    lanes = shared_lanes(batch // shards, needed) if needed else 0
+    state = jax.eval_shape(
+        lambda: empty_slots(
+            CONFIG,
+            Layout(batch, lanes, shards),
+            settings,
+            mechanisms=sampler.mechanisms,
+            capacity=args.context,
+            dtype=precision.activations,
+        )
+    )
+    params = placed(params, None if rules is None else rules.params(CONFIG))
+    state = placed(state, None if rules is None else rules.rows(state))
+    if program == PREFILL:
+        together = batch >= TOGETHER and may_join(args.prompt, args.prompt)
+        rows = TOGETHER if together else 1
+        prompts = integers(rows, args.prompt), integers(rows)
+        slots = None if batch == 1 else integers(rows)
+        return prefill.trace(params, state, *prompts, slots, config=CONFIG, window=args.prompt)
+    steps = decode_in_graph if args.device == H100 else decode
+    parts, lanes_run = sampler.parts(settings), program == FORKED
+    return steps.trace(
+        params,
+        state,
+        integers(),
+        integers(),
+        config=CONFIG,
+        max_steps=MAX_STEPS,
+        program=Program(parts, args.context, lanes=lanes_run),
     )
 
 
-def measured(
-    wanted: Wanted, *, folder: Path | None = None, timeout: float = 3600
+def compile_program(
+    args: argparse.Namespace, program: str, batch: int, folder: Path
 ) -> dict[str, Any]:
-    """The figures of a program, which a process of its own compiles. What XLA dumps stays in the
-    folder, if there is one."""
-    python = python_for(wanted.device)
-    if python is None:
-        raise CompileError(missing(wanted.device))
-    with tempfile.TemporaryDirectory() as scratch:
-        output = Path(scratch) / "figures.json"
-        command = [python, str(ROOT / "scripts" / "device_program.py"), json.dumps(asdict(wanted))]
-        command += [str(output), str(folder or Path(scratch) / "dump")]
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-        ran = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=timeout
-        )
-        if ran.returncode != 0:
-            raise CompileError(f"{wanted.device}, {wanted.program}: {ran.stderr[-4000:]}")
-        figures: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
-    return figures
+    """Returns the figures of a program, which is compiled anew."""
+    import jax
+
+    from entropix_jax.platforms import traced_for_all
+
+    devices = topology(args.device, args.mesh).devices
+    started = time.perf_counter()
+    with traced_for_all(True):
+        traced = trace(args, program, batch, devices)
+    with jax.default_device(devices[0]):  # of which Pallas asks the kind
+        lowered = traced.lower(lowering_platforms=(PLATFORM[args.device],))
+    compiled = lowered.compile()
+    seconds, memory = time.perf_counter() - started, compiled.memory_analysis()
+    launches = ""
+    if args.device == H100:
+        dumps = folder.glob(f"*.jit_{traced.fun_name}.thunk_sequence_after_thunk_passes.txt")
+        launches = max(dumps, key=lambda path: path.stat().st_mtime).read_text(encoding="utf-8")
+    return {
+        "device": args.device,
+        "program": program,
+        "rows": batch,
+        "mesh": args.mesh,
+        "jax": jax.__version__,
+        "seconds": seconds,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        **read_program(compiled.as_text()),
+        "waits": count_waits(launches),
+    }
 
 
-def programs(args: argparse.Namespace) -> Iterator[Wanted]:
-    """What is to be compiled."""
-    for device in args.devices:
-        for program in args.programs:
-            shapes = [(batch, None) for batch in args.batch]
-            if device == V5E and program != PREFILL:
-                shapes += [(max(args.batch), mesh) for mesh in args.mesh]
-            for batch, mesh in shapes:
-                yield Wanted(device, program, batch, mesh, args.sampler, args.context, args.prompt)
+def read_program(text: str) -> dict[str, Any]:
+    """Counts in a compiled program, each loop and branch once: sorts, exchanges between devices,
+    and the cycles that a TPU's compiler estimates, without kernels of our own."""
+    cycles = re.findall(r'"estimated_cycles":"(\d+)"', text)
+    return {
+        "sorts": len(re.findall(r" sort\(", text)),
+        "exchanges": dict(Counter(re.findall(COLLECTIVES, text))),
+        "cycles": sum(map(int, cycles)),
+    }
 
 
-def table_of(rows: Sequence[dict[str, Any]]) -> Table:
-    """All figures."""
-    heads = (
-        "device", "program", "shape", "compile", "arguments", "temporary", "moved", "kernels",
-        "waits", "copies", "sorts", "exchanges", "M cycles",
-    )  # fmt: skip
-    title = "GB; of decode: in a step, + in a call, without branches and inner loops"
-    table = Table(*heads, title=title)
+def count_waits(launches: str) -> int:
+    """Counts the loops and conditionals outside of CUDA graphs, for which a GPU waits for the host,
+    in XLA's listing of a program's launches. Parts of a graph are indented below it."""
+    waits, graph = 0, -1
+    for indent, kind in re.findall(r"^( *)\d+: (k\w+)", launches, re.M):
+        if len(indent) > graph >= 0:
+            continue
+        graph = len(indent) if kind == "kCommandBuffer" else -1
+        waits += kind in ("kWhile", "kConditional")
+    return waits
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """Prints all figures; sizes are in GB."""
+    table = Table(*("device", "program", "rows", "mesh", "compile", "arguments", "temporary"))
+    for name in ("waits", "sorts", "exchanges", "million cycles"):
+        table.add_column(name)
     for row in rows:
-        on_gpu = PLATFORM[row["device"]] == "cuda"
-        copies, in_call = (sum(row[name].values()) for name in ("copies", "call_copies"))
         table.add_row(
-            row["device"],
-            row["program"],
-            shape_of(row),
-            f"{sum(row['seconds']):.0f} s",
+            *(str(row[name] or "") for name in ("device", "program", "rows", "mesh")),
+            f"{row['seconds']:.0f} s",
             *(f"{row[name] / 1e9:.2f}" for name in ("argument_bytes", "temporary_bytes")),
-            f"{row['bytes_moved'] / 1e9:.2f}",
-            str(row["kernels"]),
-            str(row["syncs"]) if on_gpu else "",
-            f"{copies} + {in_call}" if in_call else str(copies),
-            str(row["sorts"]),
-            ", ".join(f"{number} {kind}" for kind, number in row["collectives"].items()),
-            "" if on_gpu else f"{row['cycles'] / 1e6:.1f}",
+            *(str(row[name]) for name in ("waits", "sorts")),
+            ", ".join(f"{count} {kind}" for kind, count in row["exchanges"].items()),
+            f"{row['cycles'] / 1e6:.1f}" if row["cycles"] else "",
         )
-    return table
+    Console(width=140).print(table)
 
 
-def shape_of(row: dict[str, Any]) -> str:
-    """Rows and positions, in words."""
-    names = (field.name for field in fields(Wanted))
-    return Wanted(**{name: row[name] for name in names}).shape
-
-
-def places_of(rows: Sequence[dict[str, Any]], number: int) -> Table:
-    """What moves most in each program, by file and function."""
-    table = Table("device", "program", "shape", "file, function", "MB", "kernels", "M cycles")
-    for row in rows:
-        for place, (moved, kernels, cycles) in [*row["by_place"].items()][:number]:
-            costs = f"{moved / 1e6:.0f}", str(kernels), f"{cycles / 1e6:.2f}"
-            table.add_row(row["device"], row["program"], shape_of(row), place, *costs)
-        table.add_section()
-    return table
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command."""
+def main() -> int:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--devices", nargs="+", choices=(H100, V5E), default=[H100, V5E])
+    parser.add_argument("device", choices=PLATFORM)
     parser.add_argument(
         "--programs", nargs="+", choices=(DECODE, FORKED, PREFILL), default=[DECODE, PREFILL]
     )
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 64], help="rows")
-    parser.add_argument(
-        "--mesh", nargs="*", default=MESHES, help="of eight TPUs, for the most rows"
-    )
+    parser.add_argument("--mesh", help="of eight TPUs, for example model=8")
     parser.add_argument("--sampler", default="entropix", help="a preset, or a sampler file")
     parser.add_argument("--context", type=int, default=2048, help="cache positions of a row")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt read at once")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--keep", type=Path, help="a folder for what XLA dumps of each program")
-    parser.add_argument("--places", type=int, default=0, help="so many of the costliest functions")
-    args = parser.parse_args(argv)
-    console = Console(width=140)
-    absent = [missing(device) for device in args.devices if python_for(device) is None]
-    if absent:
-        for line in absent:
-            print(f"error: {line}", file=sys.stderr)
-        return EXIT_MISSING
-    rows: list[dict[str, Any]] = []
-    for wanted in programs(args):
-        folder = None
-        if args.keep is not None:
-            mesh = "" if wanted.mesh is None else f"-{wanted.mesh}"
-            folder = args.keep / f"{wanted.device}-{wanted.program}-{wanted.batch}{mesh}"
-        try:
-            rows.append(measured(wanted, folder=folder))
-        except CompileError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-        seconds = sum(rows[-1]["seconds"])
-        console.print(f"{wanted.device} {wanted.program} {wanted.shape}: {seconds:.0f} s")
-        if args.json is not None:
-            args.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
-    console.print(table_of(rows))
-    if args.places:
-        console.print(places_of(rows, args.places))
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(args.device, folder)
+        rows = [
+            compile_program(args, program, batch, Path(folder))
+            for program in args.programs
+            for batch in args.batch
+        ]
+    print_table(rows)
+    if args.json is not None:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

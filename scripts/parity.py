@@ -4,7 +4,7 @@
 
 Needs the extra `parity`. MODEL is smollm2, tiny, a folder or a GGUF file; at a path where nothing
 is yet `transformers` writes a folder with random weights in Llama-3.2-1B's shape (2.5 GB), and the
-embedded model's tokenizer beside them, so that the commands run on it too. With `--families` a
+embedded model's tokenizer with them, so that the commands run on it too. With `--families` a
 random model of each other family that is read, of 4 layers. Exits with 1 where the two do not
 agree.
 """
@@ -17,20 +17,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from llama_1b import LLAMA_3_2_1B, transformers_config
 from rich.console import Console
 from rich.table import Table
+from tiny_entropy import teacher_forced
 
 from entropix_jax.cli.options import EXIT_OK, run_command
 from entropix_jax.engine.generation import Generation
 from entropix_jax.engine.preparation import calibrate_sampler
 from entropix_jax.engine.results import Request
 from entropix_jax.host.resources import resource_folder
-from entropix_jax.model.cache import init_cache
-from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.loading import SMOLLM2, TINY, LanguageModel, load, open_model, resolve_model
 from entropix_jax.sampler.presets import load_sampler
 
@@ -105,19 +103,8 @@ def reference(path: Path, prompt: np.ndarray, new_tokens: int) -> tuple[np.ndarr
 
 def all_logits(model: LanguageModel, tokens: np.ndarray) -> np.ndarray:
     """Our float32 logits [T, V] at every position of one text."""
-    length = len(tokens)
-    cache = init_cache(model.config, 1, length, model.precision.activations)
-
-    @jax.jit
-    def hidden_states(params: Any, tokens: jax.Array) -> jax.Array:
-        count = jnp.full(1, length, jnp.int32)
-        return forward(params, model.config, tokens, count, cache, window=length)[0][0]
-
-    hidden = hidden_states(model.params, jnp.asarray(tokens[None], jnp.int32))
-    head = jax.jit(unembed)
-    # In slices: the logits of a whole prompt are larger than a layer's weights.
-    parts = [np.asarray(head(model.params, hidden[i : i + 64])) for i in range(0, length, 64)]
-    return np.concatenate(parts)
+    logits = teacher_forced(model.params, model.config, jnp.asarray(tokens[None], jnp.int32))
+    return np.asarray(logits[0])
 
 
 def compare(path: Path, prompt: np.ndarray, new_tokens: int, title: str = "") -> tuple[Table, bool]:

@@ -25,11 +25,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 # How a command begins; formulas are indented, too.
-COMMAND = re.compile(r"(scripts/|\.ci/|\.venv/bin/|printf |for )")
+COMMAND = re.compile(r"(scripts/|\.ci/|\.venv[a-z-]*/bin/|printf |for )")
 # Commands that take minutes, or a lot of memory.
 LONG = re.compile(
-    r"scripts/(test|bench|devices|parity|precision|train_tiny|demo|whole_texts)|\.ci/run"
-    r"|entropix_jax\.(ablate|evaluate)|calibrate --model smollm2"
+    r"scripts/(test|bench|devices|parity|train_tiny|demo|server_load)|\.ci/run"
+    r"|entropix_jax (ablate|evaluate)|calibrate --model smollm2"
 )
 
 
@@ -86,7 +86,7 @@ def run(block: Block, scratch: Path, limit: float | None) -> subprocess.Complete
         if block.kind == "python":
             command = [str(python), str(file)]
         elif block.is_sweep:
-            command = [str(python), "-m", "entropix_jax.ablate", str(file)]
+            command = [str(python), "-m", "entropix_jax", "ablate", str(file)]
             command += ["--output", str(scratch / "sweep")]
         else:
             command = [str(python), "-m", "entropix_jax.main", "--prompt", "Guests:"]

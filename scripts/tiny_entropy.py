@@ -1,4 +1,4 @@
-"""Prints the entropy of `weights/tiny` beside the truth, by kind of position.
+"""Prints the entropy of `weights/tiny` next to the truth, by kind of position.
 
     python scripts/tiny_entropy.py [--model DIR] [--rows N] [--length N] [--seed N]
 
@@ -16,23 +16,23 @@ from random import Random
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.table import Table
-from tiny.corpus import Comparison, compare
+import pandas as pd
+from tiny.corpus import compare, encode_row, terminal_ids, write_row
 
 from entropix_jax.cli.options import EXIT_OK, run_command
-from entropix_jax.lab.world.corpus import encode_row, terminal_ids, write_row
 from entropix_jax.lab.world.facts import WORLD_SEED, create
 from entropix_jax.lab.world.grammar import Position
 from entropix_jax.model.cache import init_cache
 from entropix_jax.model.checkpoint import load_params
-from entropix_jax.model.config import ModelConfig, load_model_config
+from entropix_jax.model.config import ModelConfig
+from entropix_jax.model.config_file import load_model_config
 from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.params import Params
 
 TINY = Path(__file__).resolve().parent.parent / "weights" / "tiny"
 
 
+@partial(jax.jit, static_argnames="config")
 def teacher_forced(params: Params, config: ModelConfig, tokens: jax.Array) -> jax.Array:
     """Float32 logits [B, T, V] after every prefix of `tokens[B, T]`."""
     batch, length = tokens.shape
@@ -42,50 +42,29 @@ def teacher_forced(params: Params, config: ModelConfig, tokens: jax.Array) -> ja
     return unembed(params, hidden)
 
 
-@partial(jax.jit, static_argnames="config")
-def _log_probs(params: Params, config: ModelConfig, tokens: jax.Array) -> jax.Array:
-    return jax.nn.log_softmax(teacher_forced(params, config, tokens), axis=-1)
-
-
 def measure(
     params: Params,
     config: ModelConfig,
     rows: Sequence[Sequence[Position]],
     ids: Mapping[str, int],
-) -> Comparison:
-    """Holds the model's predictions on rows of equal length against their truth."""
+) -> pd.DataFrame:
+    """Compares the model's predictions on rows of equal length with the truth; see `compare`."""
     parts = []
     for row in rows:
         tokens = jnp.asarray([encode_row(row, ids)[:-1]], jnp.int32)
-        parts.append(compare(row, np.asarray(_log_probs(params, config, tokens)[0]), ids))
-    return Comparison.join(parts)
+        log_probs = jax.nn.log_softmax(teacher_forced(params, config, tokens)[0], axis=-1)
+        parts.append(compare(row, np.asarray(log_probs), ids))
+    return pd.concat(parts, ignore_index=True)
 
 
-def entropy_table(comparison: Comparison) -> Table:
-    """One line a kind of position, and one for all of them."""
-    table = Table(title="Entropy in bits, varentropy in bits²: the truth and the model")
-    table.add_column("position")
-    for heading in ("share", "true h", "model h", "true u", "model u", "KL", "surprise"):
-        table.add_column(heading, justify="right")
-    total = comparison.kinds.size
-
-    def add(label: str, part: Comparison) -> None:
-        columns = (
-            part.true_entropy,
-            part.model_entropy,
-            part.true_varentropy,
-            part.model_varentropy,
-            part.divergence,
-            part.surprise,
-        )
-        share = f"{100 * part.kinds.size / total:.1f} %"
-        table.add_row(label, share, *(f"{column.mean():.3f}" for column in columns))
-
-    for kind in sorted(set(comparison.kinds.tolist())):
-        add(kind, comparison.of_kind(kind))
-    table.add_section()
-    add("all", comparison)
-    return table
+def format_means(comparison: pd.DataFrame) -> str:
+    """Formats a table of means by kind of position, and over all."""
+    groups = comparison.groupby("kind")
+    table = groups.mean()
+    table.loc["all"] = comparison.mean(numeric_only=True)
+    shares = groups.size() / len(comparison)
+    table.insert(0, "share", shares.reindex(table.index, fill_value=1.0))
+    return table.to_string(float_format="{:.3f}".format)
 
 
 def main() -> int:
@@ -103,11 +82,11 @@ def main() -> int:
     world = create(WORLD_SEED)
     rows = [write_row(world, rng, args.length) for _ in range(args.rows)]
     comparison = measure(params, config, rows, ids)
-    Console(width=100).print(entropy_table(comparison))
+    print(format_means(comparison))
+    rate, excess = comparison["true h"].mean(), comparison["KL"].mean()
     print(
-        f"{comparison.kinds.size} tokens: true entropy rate {comparison.entropy_rate:.4f} bits a "
-        f"token, the model's expected cross-entropy {comparison.excess:.4f} bits above it "
-        f"({100 * comparison.excess / comparison.entropy_rate:.1f} %)"
+        f"{len(comparison)} tokens: true entropy rate {rate:.4f} bits a token, the model's "
+        f"expected cross-entropy {excess:.4f} bits above it ({100 * excess / rate:.1f} %)"
     )
     return EXIT_OK
 

@@ -9,7 +9,6 @@ the trained model misses the criterion: within 5 % or 0.05 bits a token of that 
 
 import argparse
 import dataclasses
-import itertools
 import json
 import sys
 import time
@@ -22,23 +21,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from rich.console import Console
-from tiny.corpus import Comparison, write_batch
+from tiny.corpus import encode_row, terminal_ids, write_row
 from tiny.tokenizer import build_tokenizer, tokenizer_config, tokenizer_json
-from tiny_entropy import entropy_table, measure, teacher_forced
+from tiny_entropy import format_means, measure, teacher_forced
 
 from entropix_jax.cli.options import EXIT_OK, run_command
+from entropix_jax.engine.generation import Generation
+from entropix_jax.engine.preparation import calibrate_sampler, encode_prompt
+from entropix_jax.engine.results import Request
 from entropix_jax.host.files import replacing
 from entropix_jax.lab.world import lexicon
-from entropix_jax.lab.world.corpus import terminal_ids, write_row
 from entropix_jax.lab.world.facts import WORLD_SEED, World, create
-from entropix_jax.lab.world.problems import Problem, problems
-from entropix_jax.model.cache import init_cache
+from entropix_jax.lab.world.problems import Problem, problems, read_answer
 from entropix_jax.model.checkpoint import save_params
-from entropix_jax.model.config import ModelConfig, parse_model_config
-from entropix_jax.model.llama import forward, unembed
+from entropix_jax.model.config import ModelConfig
+from entropix_jax.model.config_file import parse_model_config
+from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.model.params import Params, count_params, init_params
+from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.sampler import Sampler
 
 try:
     import optax
@@ -170,7 +171,8 @@ def batches(world: World, ids: Mapping[str, int], seed: int, steps: int) -> Iter
     rng = Random(f"train {seed}")
     for share, length in STAGES:
         for _ in range(round(share * steps)):
-            yield write_batch(world, ids, rng, rows=BATCH_TOKENS // length, length=length + 1)
+            rows = [write_row(world, rng, length + 1) for _ in range(BATCH_TOKENS // length)]
+            yield np.asarray([encode_row(row, ids) for row in rows], np.int32)
 
 
 def train(
@@ -208,114 +210,63 @@ def train(
             mean = np.mean([float(value) for value in recent])
             recent.clear()
             seconds = time.monotonic() - started
-            excess = measure(params, config, held_out, ids)
+            found = measure(params, config, held_out, ids)
+            by_kind = found.groupby("kind")["KL"].mean().map("{:.2f}".format)
             print(
                 f"step {number}/{steps}, {number * BATCH_TOKENS / seconds:.0f} tokens/s: "
-                f"loss {mean:.4f} bits, held out {excess.excess:.4f} above "
-                f"{excess.entropy_rate:.4f}; {_excess_by_kind(excess)}",
+                f"loss {mean:.4f} bits, held out {found['KL'].mean():.4f} above "
+                f"{found['true h'].mean():.4f}; {' '.join(map(' '.join, by_kind.items()))}",
                 flush=True,
             )
     return params
 
 
-def _excess_by_kind(comparison: Comparison) -> str:
-    kinds = sorted(set(comparison.kinds.tolist()))
-    return " ".join(f"{kind} {comparison.of_kind(kind).excess:.2f}" for kind in kinds)
-
-
 # Checking.
 
 
-@partial(jax.jit, static_argnames=("config", "steps"))
-def _continue(
-    params: Params,
-    config: ModelConfig,
-    prompts: jax.Array,
-    lengths: jax.Array,
-    temperature: jax.Array,
-    key: jax.Array,
-    steps: int,
-) -> jax.Array:
-    """The `steps` tokens [B, steps] that follow each `prompts[B, :lengths]`; greedy at 0."""
-    rows = jnp.arange(prompts.shape[0])
-    window = prompts.shape[1] + steps
-    cache = init_cache(config, prompts.shape[0], window, jnp.dtype(jnp.float32))
-    hidden, _, cache = forward(params, config, prompts, lengths, cache, window=window)
-
-    def pick(hidden: jax.Array, key: jax.Array) -> jax.Array:
-        logits = unembed(params, hidden)
-        drawn = jax.random.categorical(key, logits / jnp.maximum(temperature, 1e-6))
-        return jnp.where(temperature > 0, drawn, jnp.argmax(logits, -1)).astype(jnp.int32)
-
-    def advance(carry: Any, key: jax.Array) -> tuple[Any, jax.Array]:
-        token, cache = carry
-        hidden, _, cache = forward(
-            params, config, token[:, None], jnp.ones_like(token), cache, window=window
-        )
-        return (pick(hidden[:, 0], key), cache), token
-
-    first, *rest = jax.random.split(key, steps + 1)
-    carry = (pick(hidden[rows, lengths - 1], first), cache)
-    return lax.scan(advance, carry, jnp.stack(rest))[1].T
-
-
 def accuracy(
-    params: Params,
-    config: ModelConfig,
-    ids: Mapping[str, int],
-    posed: Sequence[Problem],
-    *,
-    temperature: float,
-    chat: bool,
+    model: LanguageModel, posed: Sequence[Problem], preset: Sampler, *, chat: bool
 ) -> float:
-    """The share of problems answered rightly."""
-    texts = [f"{lexicon.BEGIN}{_chat_prompt(p.question) if chat else p.prompt}" for p in posed]
-    prompts = [[ids[t] for t in lexicon.split_terminals(text)] for text in texts]
-    longest = max(map(len, prompts))
-    padded = np.asarray([prompt + [0] * (longest - len(prompt)) for prompt in prompts], np.int32)
-    lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
-    replies = _continue(
-        params, config, padded, lengths, temperature, jax.random.key(0), REPLY_TOKENS
-    )
-    words = {index: terminal for terminal, index in ids.items()}
-    ends = (ids[lexicon.END], ids[lexicon.TURN_END])
-    right = 0
-    for problem, reply in zip(posed, np.asarray(replies).tolist(), strict=True):
-        ended = itertools.takewhile(lambda token: token not in ends, reply)
-        text = "".join(words.get(token, "") for token in ended)
-        right += problem.read_answer(text) == problem.answer
-    return right / len(posed)
+    """Returns the share of problems that the model answers rightly."""
+    sampler = calibrate_sampler(preset, model)
+    prompts = [problem.question if chat else problem.prompt for problem in posed]
+    requests = [
+        Request(
+            encode_prompt(model, prompt, chat=chat),
+            sampler,
+            max_new_tokens=REPLY_TOKENS,
+            row_id=str(number),
+            eos_ids=model.end_ids(chat=chat),
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    rows = Generation(model, requests).run()
+    pairs = zip(posed, rows, strict=True)
+    return sum(read_answer(one.kind, row.text) == one.answer for one, row in pairs) / len(posed)
 
 
-def _chat_prompt(question: str) -> str:
-    def header(role: str) -> str:
-        return f"{lexicon.HEADER}{role}{lexicon.HEADER_END}\n\n"
-
-    return f"{header('user')}{question}{lexicon.TURN_END}{header('assistant')}"
-
-
-def check(
-    params: Params, config: ModelConfig, world: World, ids: Mapping[str, int], seed: int
-) -> bool:
+def check(model: LanguageModel, world: World, ids: Mapping[str, int], seed: int) -> bool:
     """Prints the final figures; returns whether the criterion is met."""
     rng = Random(f"held out {seed + 1}")
     rows = [write_row(world, rng, 512) for _ in range(100)]
-    comparison = measure(params, config, rows, ids)
-    Console(width=100).print(entropy_table(comparison))
-    excess, rate = comparison.excess, comparison.entropy_rate
-    met = excess <= max(0.05 * rate, 0.05)
+    comparison = measure(model.params, model.config, rows, ids)
+    print(format_means(comparison))
+    excess, rate = comparison["KL"].mean(), comparison["true h"].mean()
+    met = bool(excess <= max(0.05 * rate, 0.05))
     print(
         f"held out: {rate + excess:.4f} bits a token where the truth has {rate:.4f}: "
         f"{excess:.4f} or {100 * excess / rate:.1f} % above, criterion {'met' if met else 'missed'}"
     )
+    sampled = load_sampler("temperature").with_values({"base.temperature": 1.0})
+    presets = {"greedy": load_sampler("greedy"), "temperature 1": sampled}
     for kind in ("sum", "word"):
         posed = problems(kind, "test", PROBLEMS, seed=0)
         for chat in (False, True):
-            for temperature in (0.0, 1.0):
-                share = accuracy(params, config, ids, posed, temperature=temperature, chat=chat)
+            for name, preset in presets.items():
+                share = accuracy(model, posed, preset, chat=chat)
                 print(
-                    f"test problems, {kind}, {'chat' if chat else 'plain'}, "
-                    f"temperature {temperature}: {100 * share:.1f} % right"
+                    f"test problems, {kind}, {'chat' if chat else 'plain'}, {name}: "
+                    f"{100 * share:.1f} % right"
                 )
     return met
 
@@ -334,7 +285,7 @@ def main() -> int:
     world = create(WORLD_SEED)
     params = train(config, world, ids, seed=args.seed, steps=args.steps)
     write_folder(args.output, params, config, raw)
-    return EXIT_OK if check(params, config, world, ids, args.seed) else 1
+    return EXIT_OK if check(load(str(args.output)), world, ids, args.seed) else 1
 
 
 if __name__ == "__main__":

@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 
-# JAX reads these once, when it is imported. Commands that a test starts inherit them.
+# JAX reads these once, when it is imported. Commands that a test starts inherit them. Programs are
+# compiled with next to no optimization, in half the time, but for tests that ask for `optimized`.
 assert "jax" not in sys.modules, "jax was imported before tests/conftest.py could configure it"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
-)
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
+FLAGS = (os.environ.get("XLA_FLAGS"), "--xla_force_host_platform_device_count=2")
+os.environ["XLA_FLAGS"] = " ".join(filter(None, (*FLAGS, "--xla_cpu_use_fusion_emitters=false")))
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 
-from entropix_jax.host.compile_cache import drop_torn_programs  # noqa: E402
 from entropix_jax.model import loading  # noqa: E402
 from tests.support.browser import Watched  # noqa: E402
 
@@ -80,13 +80,26 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["XDG_CACHE_HOME"] = str(own)
     if not hasattr(config, "workerinput"):  # once, not in each process of xdist's
         shutil.rmtree(own / "entropix_jax", ignore_errors=True)
-        drop_torn_programs(folder, sized=True)
+        # JAX writes the time of use last: where it is missing the program may be half written.
+        for program in folder.glob("*-cache"):
+            if not program.with_name(f"{program.name.removesuffix('-cache')}-atime").exists():
+                program.unlink(missing_ok=True)
     PROGRAMS["jax_compilation_cache_dir"] = str(folder)
     for name, value in PROGRAMS.items():
         jax.config.update(name, value)
         # For what tests start, too: with another limit on the size it would keep other books, and
         # nothing that comes after it would be kept.
         os.environ[name.upper()] = str(value)
+
+
+@pytest.fixture
+def optimized() -> Iterator[None]:
+    """Programs are compiled as for a user."""
+    jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)
@@ -214,12 +227,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], folder: str) -> Callable[..., Any]:
     """Runs the generating command in this process, by default with the test's model."""
-    from entropix_jax.cli import generate
+    from entropix_jax.__main__ import main
     from tests.support.commands import Result
 
     def run(*arguments: object, model: str | None = None) -> Any:
         capsys.readouterr()
-        status = generate.main([*map(str, arguments), "--model", model or folder])
+        status = main(["generate", *map(str, arguments), "--model", model or folder])
         return Result(status, *capsys.readouterr())
 
     return run

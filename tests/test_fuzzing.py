@@ -2,17 +2,216 @@
 
 from __future__ import annotations
 
+import base64
 import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import hypothesis
+import jax
+import numpy as np
 import pytest
 from hypothesis import strategies as st
+from safetensors.numpy import save
 
+from entropix_jax.batch.output import find_difference, read_identity
+from entropix_jax.batch.records import BadRecord, read_records
+from entropix_jax.cli.generate import Arguments, _read_prompt
 from entropix_jax.errors import UserError
+from entropix_jax.host.resources import resource_folder
+from entropix_jax.lab.sweep import read_sweep
+from entropix_jax.model.checkpoint import load_params
+from entropix_jax.model.config_file import (
+    load_eos_ids,
+    load_model_config,
+    parse_model_config,
+)
+from entropix_jax.model.params import param_specs
+from entropix_jax.report.page import run_page
+from entropix_jax.sampler.calibration import read_calibration
+from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.sampler import Sampler
+from entropix_jax.text.tokenizer import load_tokenizer
 from tests.support.properties import examples
-from tests.support.surfaces import SURFACES, Reader, check_line
+from tests.support.reports import footer, header, lines_of, run_of
+from tests.support.samplers import CALIBRATION, HOST
+from tests.support.tokenizers import byte_fallback
+
+# Every kind of file that is read from outside: its reader, valid examples, other files beside it.
+
+
+@dataclass(frozen=True)
+class Surface:
+    read: Callable[[Path], object]
+    valid: Sequence[bytes]
+    beside: Mapping[str, bytes] = field(default_factory=dict)
+
+
+def encoded(*values: Any) -> list[bytes]:
+    return [json.dumps(value, indent=1).encode() for value in values]
+
+
+TINY = resource_folder("weights") / "tiny"
+SIZES = {"vocab_size": 300, "hidden_size": 8, "intermediate_size": 12, "head_dim": 4}
+SIZES |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+MODEL: dict[str, Any] = json.loads((TINY / "config.json").read_text(encoding="utf-8")) | SIZES
+ROPE = {"rope_parameters": {**MODEL["rope_scaling"], "rope_theta": MODEL["rope_theta"]}}
+NEWER = {k: v for k, v in MODEL.items() if k not in ("rope_scaling", "rope_theta")} | ROPE
+CONFIG = replace(parse_model_config(MODEL, TINY), dtype=None, tied_head=False)
+SPECS = jax.tree.leaves(param_specs(CONFIG))
+TENSORS = {spec.name: np.full(spec.shape, 0.5, np.float32) for spec in SPECS}
+SHARDS = {name: f"{'ab'[i % 2]}.safetensors" for i, name in enumerate(TENSORS)}
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": " What is 3 and 4? "},
+    {"role": "user", "content": "\u2028 'quoted' \"and\" {{ 1 }}"},
+]
+TEMPLATES = (
+    """{{ bos_token }}{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no') }}
+{% endif %}<|{{ m['role'] }}|>{{ m['content'] | trim }}<|end|>{% endfor %}""",
+    """{%- set ns = namespace(n=0) -%}{% for m in messages if m.content %}{% set ns.n = ns.n + 1 %}
+{{ m | tojson(indent=2) }}{% else %}none{% endfor %}{{ ns.n * 2 }} {{ strftime_now('%Y') }}""",
+)
+TOKENIZER_CONFIG = json.loads((TINY / "tokenizer_config.json").read_text(encoding="utf-8"))
+BYTES = [bytes([byte]) for byte in range(256)] + [b"th", b"the", b" the", "é".encode()]
+RANKS = b"".join(b"%b %d\n" % (base64.b64encode(token), i) for i, token in enumerate(BYTES))
+FALLBACK = {"tokenizer.json": byte_fallback().to_str().encode()}
+
+
+def read_tokenizer(path: Path) -> None:
+    tokenizer = load_tokenizer(path.parent)
+    ids = tokenizer.encode("Grüße, 東京 👍🏽\n\n  the the   <|eot_id|> \0 12345 ", add_bos=True)
+    assert all(0 <= i < tokenizer.vocab_size for i in ids)
+    tokenizer.decode([*ids, *range(300), 2**31, 2**40], skip_special=False).encode()
+
+
+def read_chat(path: Path) -> object:
+    return load_tokenizer(path.parent).apply_chat(_read_prompt(Arguments(messages=str(path))))
+
+
+CONFIGS = resource_folder("configs")
+SHAPE = {"layers": 2, "width": 8, "heads": 2}
+SWEEP = b"""tasks = ["sums"]
+[tuning]
+samplers = ["entropix"]
+settings = 4
+[tuning.over.entropix]
+"base.temperature" = { from = 0.2, to = 2.0, scale = "log" }
+"base.top_k" = { from = 1, to = 50 }
+"arms.lehv" = ["branch", "explore"]
+[settings.greedy]
+sampler = "greedy"
+"""
+
+
+def read_sampler(sampler: Sampler) -> None:
+    """None of the sampler's parameters is NaN."""
+    params = sampler.settings(**{**HOST, "encode": lambda text: [*text.encode("utf-8", "replace")]})
+    assert not any(np.isnan(np.asarray(leaf, np.float64)).any() for leaf in jax.tree.leaves(params))
+
+
+def read_tables(path: Path) -> None:
+    read_sampler(load_sampler("document-004").resolve(read_calibration(path), str(path)))
+
+
+RECORDS = (
+    {"prompt": "Once", "id": "a"},
+    {"messages": CHAT, "id": 7, "sampler": "greedy", "max_new_tokens": 5, "seed": 3},
+    {"prompt": "Grüße 東京", "note": [1, {"a": None}]},
+    {"id": "b"},
+)
+LINES = b"".join(json.dumps(record).encode() + b"\n" for record in RECORDS)
+CSV = b'id,prompt,seed,max_new_tokens,sampler\na,"Once, ""there""\nwas",1,5,greedy\n,b,,,\n'
+RUN = {"model": "weights/tiny", "input": "in.jsonl", "seed": 0, "sampler": {"base.top_k": 1}}
+
+
+def read_batch(path: Path) -> None:
+    ids: set[str] = set()
+    for record in read_records(str(path)):
+        if isinstance(record, BadRecord):
+            check_line(record.error)
+            continue
+        assert record.id not in ids
+        assert (record.prompt is None) != (record.messages is None)
+        ids.add(record.id)
+
+
+def read_run(path: Path) -> object:
+    output = str(path).removesuffix(".run.json")
+    return find_difference(read_identity(output) or {}, RUN)
+
+
+def trace_of(rows: int) -> bytes:
+    records = [record for row in range(rows) for record in run_of(9, row)]
+    return "".join(lines_of([header(), *records, footer(records)])).encode()
+
+
+TRACES = [trace_of(2), trace_of(1), trace_of(2)[: trace_of(2).rindex(b"{") - 40]]
+SURFACES = {
+    "config.json": Surface(lambda path: load_model_config(path.parent), encoded(MODEL, NEWER)),
+    "generation_config.json": Surface(
+        lambda path: load_eos_ids(path.parent),
+        encoded({"eos_token_id": 7}, {"eos_token_id": [7, 8]}, {"eos_token_id": None}),
+    ),
+    "model.safetensors": Surface(
+        lambda path: load_params(path.parent, CONFIG, "float32"), [save(TENSORS)]
+    ),
+    "model.safetensors.index.json": Surface(
+        lambda path: load_params(path.parent, CONFIG, "float32"),
+        encoded({"metadata": {"total_size": 1}, "weight_map": SHARDS}),
+        {f: save({k: v for k, v in TENSORS.items() if SHARDS[k] == f}) for f in SHARDS.values()},
+    ),
+    "tokenizer.json": Surface(read_tokenizer, [*FALLBACK.values()]),
+    "tokenizer_config.json": Surface(
+        read_tokenizer,
+        encoded(*({**TOKENIZER_CONFIG, "chat_template": one} for one in (TEMPLATES[0], None))),
+        FALLBACK,
+    ),
+    "tokenizer.model": Surface(read_tokenizer, [RANKS]),
+    "chat_template.jinja": Surface(
+        lambda path: load_tokenizer(path.parent).render_chat(CHAT),
+        [template.encode() for template in TEMPLATES],
+        FALLBACK,
+    ),
+    "messages.json": Surface(
+        read_chat, encoded(CHAT), {**FALLBACK, "chat_template.jinja": TEMPLATES[1].encode()}
+    ),
+    "preset.toml": Surface(
+        lambda path: read_sampler(load_sampler(str(path)).resolve(CALIBRATION, "made up")),
+        [path.read_bytes() for path in sorted(CONFIGS.glob("*.toml"))],
+    ),
+    "calibration.json": Surface(
+        read_tables,
+        [
+            replace(CALIBRATION, model=SHAPE).to_text().encode(),
+            *encoded({**CALIBRATION.to_json(), "model": SHAPE, "source": "", "tokens": 0}),
+        ],
+    ),
+    "sweep.toml": Surface(
+        partial(read_sweep, data="data"),
+        [*(path.read_bytes() for path in sorted(CONFIGS.glob("ablations/[!r]*.toml"))), SWEEP],
+    ),
+    "batch.jsonl": Surface(read_batch, [LINES]),
+    "batch.csv": Surface(read_batch, [CSV]),
+    "batch.jsonl.run.json": Surface(
+        read_run, encoded({"format_version": 1, "identity": RUN}, {"identity": RUN})
+    ),
+    "trace.jsonl": Surface(run_page, TRACES),
+}
+
+
+def check_line(error: object) -> None:
+    """A user is told one line that is not too long."""
+    text = str(error)
+    assert len(text.splitlines()) == 1, f"not one line: {text!r}"
+    assert len(text) <= 2000, f"a line of {len(text)} characters: {text[:200]!r}"
+
+
+# Damage
 
 # JSON that Python's writer does not write: it stands in place of a mark.
 RAW = (
@@ -118,7 +317,7 @@ def damaged_toml(draw: Any, data: bytes) -> bytes:
     return "\n".join(rows).encode()
 
 
-DAMAGED: dict[str, Any] = {"json": damaged_json, "lines": damaged_lines, "toml": damaged_toml}
+DAMAGED: dict[str, Any] = {".json": damaged_json, ".jsonl": damaged_lines, ".toml": damaged_toml}
 # What readers of text trip over, whatever the format.
 HOSTILE = (
     *(b"", b"\0", b"\xef\xbb\xbf", b"\xff\xfe{\0}\0", b"[]", b"{}", b"null", b"1", b'"a"', b"[[]]"),
@@ -127,9 +326,10 @@ HOSTILE = (
 )
 
 
-def refused(read: Reader, data: bytes) -> bool:
+def refused(path: Path, read: Callable[[Path], object], data: bytes) -> bool:
+    path.write_bytes(data)
     try:
-        read(data)
+        read(path)
     except UserError as error:
         check_line(error)
         return True
@@ -141,19 +341,21 @@ def test_each_file_gives_a_result_or_a_line(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("entropix_jax.report.page.plotly_source", bytes)
-    surface = SURFACES[name]
-    valid, read = surface.prepare(tmp_path)
-    for data in valid:
-        read(data)
-    outcomes = [refused(read, data) for data in HOSTILE]
-    strategies = st.sampled_from(valid).flatmap(damaged_bytes)
-    if surface.format in DAMAGED:
-        strategies = st.sampled_from(valid).flatmap(DAMAGED[surface.format]) | strategies
+    surface, path = SURFACES[name], tmp_path / name
+    for beside, data in surface.beside.items():
+        (tmp_path / beside).write_bytes(data)
+    assert not any(refused(path, surface.read, data) for data in surface.valid)
+    for data in HOSTILE:
+        refused(path, surface.read, data)
+    strategies = st.sampled_from(surface.valid).flatmap(damaged_bytes)
+    if path.suffix in DAMAGED:
+        strategies |= st.sampled_from(surface.valid).flatmap(DAMAGED[path.suffix])
+    outcomes = []
 
     @examples(100)
     @hypothesis.given(strategies)
     def all_of(data: bytes) -> None:
-        outcomes.append(refused(read, data))
+        outcomes.append(refused(path, surface.read, data))
 
     all_of()
     assert False in outcomes  # not so damaged that nothing is read

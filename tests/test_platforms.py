@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from entropix_jax.platforms import for_platform, puts_loops_in_graphs, traced_for_all
+from entropix_jax.accelerators.gpu_graphs import puts_loops_in_graphs
+from entropix_jax.platforms import for_platform, traced_for_all
 from entropix_jax.stats import sum_last
 
 

@@ -1,14 +1,18 @@
-"""Scripts that check the project, and what they say where a package is missing."""
+"""Scripts that check the project and that measure its speed."""
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import run_docs
+from bench import compare_trees
+from peers import LlamaCpp
+from timing import Figures, take_turns
 
-ROOT = Path(__file__).parents[1]
-
+from entropix_jax.errors import UserError
+from tests.support.models import tiny_config
 
 # In a scratch folder that another file also wrote to there would be two bytes.
 APPENDS = "\n    printf x >> /tmp/entropix-docs && test $(wc -c </tmp/entropix-docs) = 1\n"
@@ -52,3 +56,45 @@ def test_a_text_is_run(
     assert run_docs.main() == status
     assert said in capsys.readouterr().out
     assert not Path("/tmp/entropix-docs").exists()
+
+
+def fail() -> float:
+    raise RuntimeError("no\n model")
+
+
+def test_another_engine_that_fails_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
+    assert take_turns({"ours": lambda: 1.0}, 2, {"theirs": fail}) == {"ours": [1.0, 1.0]}
+    assert capsys.readouterr().err == "note: theirs is skipped: no model\n"
+    with pytest.raises(RuntimeError):
+        take_turns({"ours": fail}, 2)
+
+
+def test_the_error_of_llama_bench_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    command, model = tmp_path / "llama-bench", tmp_path / "model.gguf"
+    command.write_text("#!/bin/sh\necho 'cannot load' >&2\nexit 1\n")
+    command.chmod(0o755)
+    model.touch()
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    timed = LlamaCpp("llama.cpp", model, tiny_config()).prefill(8)
+    with pytest.raises(UserError, match=r"no figures \(status 1\): cannot load"):
+        timed()
+
+
+TREE = """
+import json, pathlib, sys
+*words, repeats, one, json_option, file = sys.argv[1:]
+assert (words, repeats, one, json_option) == (["step"], "--repeats", "1", "--json")
+row = {"kind": "step", "batch": 4, "engine": "greedy", "seconds": SECONDS}
+pathlib.Path(file).write_text(json.dumps({"rows": [row]}))
+"""
+
+
+def test_checkouts_take_turns(tmp_path: Path) -> None:
+    trees = [tmp_path / name for name in ("a", "b")]
+    for tree, seconds in zip(trees, ("2.0", "5.0"), strict=True):
+        (tree / "scripts").mkdir(parents=True)
+        (tree / "scripts" / "bench.py").write_text(TREE.replace("SECONDS", seconds))
+    figures = Figures(3)
+    compare_trees(trees, ["step"], figures)
+    found = [(row["engine"], row["batch"], row["seconds"], row["times"]) for row in figures.rows]
+    assert found == [(f"greedy, {trees[0]}", 4, 2.0, 1.0), (f"greedy, {trees[1]}", 4, 5.0, 2.5)]

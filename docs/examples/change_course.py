@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from entropix_jax.sampler.context import Context, Proposal, draw, either
+from entropix_jax.sampler.context import Context, draw, where
+from entropix_jax.sampler.control import Verdict, force
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms.plain import resample
 from entropix_jax.sampler.regimes import HEHV
-from entropix_jax.sampler.settings import SamplerSettings, number, texts
-from entropix_jax.sampler.state import Observation, Rows, SamplerState, Step, Tally
+from entropix_jax.sampler.settings import number, texts
+from entropix_jax.sampler.state import Proposal
 
 
 @struct.dataclass
@@ -37,27 +38,26 @@ class State:
     lost: jax.Array  # int32, HEHV tokens in a row
 
 
-def may(settings: SamplerSettings, state: SamplerState, rows: Rows) -> jax.Array:
-    """Whether each row has been lost for long enough: bool [B]."""
-    lost: jax.Array = state.tally.own["change_course"].lost
-    return lost >= settings.own["change_course"].patience
+def may(ctx: Context) -> jax.Array:
+    """Whether the row has been lost for long enough."""
+    lost: jax.Array = ctx.states["change_course"].lost
+    return lost >= ctx.settings.own["change_course"].patience
 
 
 def propose(ctx: Context) -> Proposal:
-    """The text, or, for one more token, what `resample` does. This is code for one row."""
-    return either(ctx.may["change_course"], draw("change_course", ctx), resample(ctx))
+    """The text, or, for one more token, what `resample` does."""
+    return where(ctx.may["change_course"], draw("change_course", ctx), resample(ctx))
 
 
-def apply(acts: jax.Array, step: Step, settings: SamplerSettings) -> Step:
-    """Forces the text in the rows that act, a bool [B]; its first token is this step's."""
-    words: jax.Array = settings.own["change_course"].words[:, 0]  # [B, 32]
-    return step.force(acts, words, count=jnp.sum(words >= 0, axis=-1, dtype=jnp.int32))
+def control(ctx: Context, token: jax.Array) -> Verdict:
+    """Forces the text in place of the drawn token; its first token is this step's."""
+    return force(ctx.settings.own["change_course"].words[0])
 
 
-def advance(settings: SamplerSettings, tally: Tally, observation: Observation) -> State:
+def advance(ctx: Context) -> State:
     """Counts HEHV tokens in a row. The text's own tokens reset the count."""
-    own: State = tally.own["change_course"]
-    lost = (observation.regime == HEHV) & (tally.queued == 0)
+    own: State = ctx.states["change_course"]
+    lost = (ctx.regime == HEHV) & (ctx.queued == 0)
     return replace(own, lost=jnp.where(lost, own.lost + 1, 0))
 
 
@@ -67,6 +67,6 @@ CHANGE_COURSE = Mechanism(
     settings=Settings,
     init=lambda: State(lost=jnp.int32(0)),
     may=may,
-    apply=apply,
+    control=control,
     advance=advance,
 )

@@ -32,7 +32,7 @@ class State:
 
 def keep(logits: jax.Array, ctx: Context) -> jax.Array:
     """Returns one row's logits with the tokens whose surprise is above `mu` at -inf."""
-    mu = 2.0 * ctx.settings.own["mirostat_2"].target + ctx.own["mirostat_2"].learnt
+    mu = 2.0 * ctx.settings.own["mirostat_2"].target + ctx.states["mirostat_2"].learnt
     surprise = -jax.nn.log_softmax(logits) / jnp.log(2.0)
     return jnp.where((surprise <= mu) | (logits >= jnp.max(logits)), logits, -jnp.inf)
 
@@ -43,7 +43,7 @@ def learn(drawn: DrawnToken, ctx: Context) -> State:
     temperature = jnp.maximum(ctx.proposal.temperature, 1e-6)  # 0 is greedy
     scores = jax.nn.log_softmax(drawn.logits / temperature)
     error = -scores[drawn.token] / jnp.log(2.0) - own.target
-    return State(learnt=ctx.own["mirostat_2"].learnt - own.rate * error)
+    return State(learnt=ctx.states["mirostat_2"].learnt - own.rate * error)
 
 
 MIROSTAT_2 = Mechanism(

@@ -1,6 +1,5 @@
-"""`python -m entropix_jax.batch`: a file of prompts in, a file of completions out."""
+"""`python -m entropix_jax.batch`, the same as `entropix-jax batch`."""
 
 from entropix_jax.__main__ import run_module
 
-if __name__ == "__main__":
-    run_module("batch")
+run_module("batch")

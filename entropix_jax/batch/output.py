@@ -1,45 +1,58 @@
 """Batch output: one JSON line per record, resumable however the run before it ended.
 
-A local output is one file that is appended to. Object stores cannot append: there the output grows
-in numbered parts, `out.jsonl.parts/000000.jsonl` and so on, which are joined at the end. A sidecar,
-`out.jsonl.run.json`, describes the run that the results are of.
+Results are appended to a local file. Object stores cannot append: there the file is a temporary
+copy of the object, which is downloaded at the start and uploaded on a schedule and at the end. A
+sidecar, `out.jsonl.run.json`, describes the run that the results are of.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
-import re
+import shutil
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from fsspec import AbstractFileSystem
 
 from entropix_jax.batch.records import BadRecord, Record, describe_record
-from entropix_jax.batch.sidecar import check_same_run, read_sidecar, write_sidecar
 from entropix_jax.batch.storage import (
     is_compressed,
     is_local,
+    open_file,
+    open_replacement,
     read_lines,
     resolve,
     storage_errors,
 )
 from entropix_jax.errors import UserError
-from entropix_jax.host.files import check_writable, lock_alone, replacing
+from entropix_jax.host.files import check_writable, lock_alone
 
 FORMAT_VERSION = 1
-PART_RECORDS = 1000
-PART_SECONDS = 60.0
+UPLOAD_SECONDS = 60.0
+UPLOAD_RATIO = 20  # a slow upload is followed by a pause of this many times its duration
 
 Key = str | tuple[int, str]  # of a record: its id, or its line and digest
 
 
-def record_key(record: Record | BadRecord) -> Key:
-    """What a record is known by in an output."""
-    return (record.line, record.digest) if record.id is None else record.id
+def part_address(address: str, index: int, count: int) -> str:
+    """The output of process `index` of `count`: `out.part-00001-of-00004.jsonl`."""
+    suffix = PurePosixPath(address).suffix
+    return f"{address.removesuffix(suffix)}.part-{index:05}-of-{count:05}{suffix}"
+
+
+class _Line(NamedTuple):
+    """A result in an output. `raw` includes the line break."""
+
+    key: Key
+    digest: str
+    raw: bytes
 
 
 class Store:
@@ -49,39 +62,63 @@ class Store:
     `digest` and what the run adds. No record is written twice; one that failed counts as done.
     """
 
-    def __init__(self, address: str, identity: Mapping[str, Any], *, mix: bool = False) -> None:
+    def __init__(self, address: str, identity: Mapping[str, Any]) -> None:
         """Creates an output, or resumes it.
 
-        `identity` is what defines the run (model, sampler, input, ...), as JSON. `mix` accepts
-        results of another run, or other JSON Lines: a known id then counts as done even if its
-        record has changed. UserError if the output cannot be read or written, is in use, is not
-        JSON Lines, or is another run's.
+        `identity` is what defines the run (model, sampler, input, ...), as JSON. UserError if the
+        output cannot be read or written, is in use, is another run's or no batch output.
         """
         check_output(address)
         self.address = address
-        self._mix = mix
         self._done: dict[Key, str] = {}  # to digests
-        own = {"format_version": FORMAT_VERSION, "identity": dict(identity)}
-        self._sidecar: dict[str, Any] = json.loads(json.dumps(own, allow_nan=False))
-        self._file = open_output(address)
+        own: dict[str, Any] = json.loads(json.dumps(dict(identity), allow_nan=False))
+        self._fs, self._path = resolve(address)
+        self._is_local = is_local(self._fs)
+        with storage_errors(address, "written"):
+            self._is_new = not self._fs.exists(self._path)
+            self._file = self._open()
+        self._end = self._uploaded = 0  # sizes, of the file and of the object
+        self._due = time.monotonic() + UPLOAD_SECONDS
         try:
             with storage_errors(address):
-                self._resume()
+                self._resume(own)
         except BaseException:
-            self._file.close(failed=True)
+            self._close(failed=True)
             raise
 
-    def _resume(self) -> None:
-        old = read_sidecar(self.address)
-        if not self._file.is_empty():
-            same = check_same_run(self.address, old, self._sidecar["identity"], mix=self._mix)
-            self._sidecar = old if same and old is not None else self._sidecar
-        # Only lines that a run wrote may be dropped as torn.
-        for line in self._file.read_lines(strict=old is None):
-            if line.key is not None:
-                self._done.setdefault(line.key, line.digest)
-        if self._sidecar != old:
-            write_sidecar(self.address, self._sidecar)
+    def _open(self) -> io.FileIO:
+        if not self._is_local:
+            return tempfile.TemporaryFile("a+b", buffering=0)
+        file = io.FileIO(self._path, "a+")
+        try:
+            lock_alone(file.fileno())
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def _resume(self, identity: Mapping[str, Any]) -> None:
+        old = read_identity(self.address)
+        self._version = self._find_version()
+        if not self._is_new:
+            for line in _read_results(self.address):
+                self._done[line.key] = line.digest
+                self._end += len(line.raw)
+                if not self._is_local:
+                    self._append(line.raw)
+            self._uploaded = self._fs.size(self._path)
+            if old is None and self._uploaded and not self._done:
+                raise UserError(f"{self.address}: holds no results; choose another output")
+            if self._done and old is not None and (difference := find_difference(old, identity)):
+                raise UserError(
+                    f"{self.address}: holds another run's results: {difference}; choose another"
+                    f" output, or remove {self.address}.run.json to add this run's results"
+                )
+            self._file.truncate(self._end)  # drops a torn last line
+        if identity != old:
+            content = {"format_version": FORMAT_VERSION, "identity": identity}
+            with open_replacement(f"{self.address}.run.json") as file:
+                file.write(json.dumps(content, indent=2).encode() + b"\n")
 
     @property
     def done(self) -> int:
@@ -91,8 +128,8 @@ class Store:
     def is_done(self, record: Record | BadRecord) -> bool:
         """Whether a record has its result. UserError if its id has the result of a record with
         another content."""
-        digest = self._done.get(record_key(record))
-        if digest not in (None, record.digest) and not self._mix:
+        digest = self._done.get(_key(record.line, record.id, record.digest))
+        if digest not in (None, record.digest):
             raise UserError(
                 f"{self.address}: {describe_record(record)} has a result of another record: another"
                 " input under the same output; choose another output"
@@ -100,39 +137,62 @@ class Store:
         return digest is not None
 
     def write(self, record: Record | BadRecord, result: Mapping[str, Any]) -> None:
-        """Appends the result of a record.
+        """Appends the result of a record, unless it has one.
 
-        On this machine it is in the file on return; in an object store once its part is full, or
-        older than a minute as the next one is added, or on closing. `sampler_digest` of the result
-        identifies the values of the sampler that the record names. UserError if it cannot be
-        written (the file is then as before), or that sampler has changed since earlier results;
-        ValueError if a number is NaN or infinite.
+        On this machine it is in the file on return; in an object store after the next upload, at
+        most a minute or 20 times the duration of an upload later as long as results come, or on
+        closing. UserError if it cannot be written (a local file is then as before); ValueError if a
+        number is NaN or infinite.
         """
-        if isinstance(record, Record) and record.sampler and "sampler_digest" in result:
-            self._check_sampler(record, result["sampler_digest"])
+        key = _key(record.line, record.id, record.digest)
+        if key in self._done:
+            return
         own = {"id": record.id, "line": record.line, "digest": record.digest}
         text = json.dumps({**own, **result, **own}, ensure_ascii=False, allow_nan=False)
+        # A lone surrogate becomes a JSON escape.
+        raw = text.encode("utf-8", "backslashreplace") + b"\n"
         with storage_errors(self.address, "written"):
-            # A lone surrogate becomes a JSON escape.
-            self._file.append(text.encode("utf-8", "backslashreplace") + b"\n")
-        self._done[record_key(record)] = record.digest
+            try:
+                self._append(raw)
+            except BaseException:
+                with suppress(OSError):
+                    self._file.truncate(self._end)
+                raise
+            self._end += len(raw)
+            self._done[key] = record.digest
+            if not self._is_local and time.monotonic() >= self._due:
+                self._upload()
 
-    def _check_sampler(self, record: Record, digest: str) -> None:
-        known = self._sidecar.get("samplers", {})
-        if known.get(record.sampler, digest) != digest and not self._mix:
-            raise UserError(
-                f"{self.address}: {describe_record(record)}: sampler '{record.sampler}' is not what"
-                " it was for earlier results: choose another output"
-            )
-        if known.get(record.sampler) != digest:
-            self._sidecar = {**self._sidecar, "samplers": {**known, record.sampler: digest}}
-            write_sidecar(self.address, self._sidecar)
+    def _append(self, raw: bytes) -> None:
+        rest = memoryview(raw)
+        while rest:
+            rest = rest[self._file.write(rest) :]
 
-    def finish(self) -> None:
-        """Joins the parts, if any, once no more results will come. Where this fails (UserError)
-        nothing is lost: the next run resumes."""
-        with storage_errors(self.address, "written"):
-            self._file.finish()
+    def _upload(self) -> None:
+        """Replaces the object by the file."""
+        started = time.monotonic()
+        if self._find_version() != self._version:
+            raise UserError(f"{self.address}: another run is writing to it")
+        with open_replacement(self.address) as out:
+            self._file.seek(0)
+            shutil.copyfileobj(self._file, out, 2**20)
+        self._version = self._find_version()
+        self._uploaded = self._end
+        now = time.monotonic()
+        self._due = now + max(UPLOAD_SECONDS, UPLOAD_RATIO * (now - started))
+
+    def _find_version(self) -> tuple[Any, ...] | None:
+        """The checksum of the object, which S3 has, or else its size and time. None without an
+        object, or for a local file."""
+        if self._is_local:
+            return None
+        self._fs.invalidate_cache()
+        if not self._fs.isfile(self._path):
+            return None
+        # The default checksum may include the time of the last access.
+        if type(self._fs).checksum is not AbstractFileSystem.checksum:
+            return (self._fs.checksum(self._path),)
+        return self._fs.size(self._path), self._fs.modified(self._path)
 
     def __enter__(self) -> Store:
         return self
@@ -140,12 +200,39 @@ class Store:
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         try:
             with storage_errors(self.address, "written"):
-                self._file.flush()
-        except UserError:
-            if error is None:  # else that one matters more
-                raise
+                if self._is_local:
+                    os.fsync(self._file.fileno())  # network file systems report errors late
+                elif self._end != self._uploaded or (self._version is None and error is None):
+                    self._upload()
+        except UserError as failure:
+            if error is None or (isinstance(error, UserError) and not self._is_local):
+                raise UserError(f"{error or failure}{self._kept()}") from None
+            print(f"{failure}{self._kept()}", file=sys.stderr)
+        except BaseException:  # a second signal
+            print(f"{self.address}: not written to its end{self._kept()}", file=sys.stderr)
+            raise
         finally:
-            self._file.close(failed=error is not None)
+            self._close(failed=error is not None)
+
+    def _kept(self) -> str:
+        """Copies results of an object store to a local file; returns the words for an error."""
+        if self._is_local:
+            return ""
+        with (
+            storage_errors(tempfile.gettempdir(), "written"),
+            tempfile.NamedTemporaryFile("wb", suffix=".jsonl", delete=False) as kept,
+        ):
+            self._file.seek(0)
+            shutil.copyfileobj(self._file, kept, 2**20)
+        return f"; all results are in {kept.name}"
+
+    def _close(self, *, failed: bool) -> None:
+        """Closes the file. After a failure a new output that is still empty is removed."""
+        self._file.close()
+        if failed and self._is_new and not self._done:
+            for path in (self._path, f"{self._path}.run.json"):
+                with suppress(Exception):  # the error that led here matters more
+                    self._fs.rm_file(path)
 
 
 def check_output(address: str, *, input: str | None = None) -> None:
@@ -162,7 +249,7 @@ def check_output(address: str, *, input: str | None = None) -> None:
         input_fs, input_path = resolve(input)
         if is_local(fs) and is_local(input_fs):
             path, input_path = os.path.realpath(path), os.path.realpath(input_path)
-        if fs == input_fs and path == input_path:
+        if (fs, path) == (input_fs, input_path):
             raise UserError(f"{address}: cannot be written: it is the input")
     with storage_errors(address, "written"):
         if fs.isdir(path):
@@ -171,196 +258,66 @@ def check_output(address: str, *, input: str | None = None) -> None:
             if fs.exists(path) and not fs.isfile(path):
                 raise UserError(f"{address}: cannot be written: not a regular file")
             check_writable(Path(path))
+        elif fs.exists(f"{path}.parts"):
+            raise UserError(
+                f"{address}.parts: unjoined results of an earlier version of this program: run the"
+                " same command with that version to its end, or choose another output"
+            )
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A line of an output with its line break. `key` is None where it is no result."""
-
-    number: int
-    raw: bytes
-    key: Key | None
-    digest: str
+def _key(line: int, record_id: str | None, digest: str) -> Key:
+    return (line, digest) if record_id is None else record_id
 
 
-def read_results(file: BinaryIO, address: str, *, strict: bool) -> Iterator[Line]:
-    """The lines of an output; a torn last one is dropped, or refused where `strict`. UserError if
-    the file cannot be read, or a line is not JSON."""
-    lines = read_lines(address, file)
-    for number, raw in enumerate(lines, start=1):
-        try:
-            value = json.loads(raw.decode()) if raw.strip() else None
-            torn = not raw.endswith(b"\n")
-        except (ValueError, RecursionError):
-            torn = True
-        if torn:
-            if not strict and next(lines, None) is None:
-                return
-            raise UserError(f"{address}: line {number} is torn, or not JSON")
-        match value:
-            case {"id": str() | None as own, "line": int(line), "digest": str(digest)}:
-                yield Line(number, raw, (line, digest) if own is None else own, digest)
-            case _:
-                yield Line(number, raw, None, "")
+def _read_results(address: str) -> Iterator[_Line]:
+    """Reads the results in an output, without a torn last line. UserError if it cannot be read, or
+    another line is not a result."""
+    with open_file(address) as file:
+        lines = read_lines(address, file)
+        for number, raw in enumerate(lines, start=1):
+            try:
+                value = json.loads(raw.decode()) if raw.endswith(b"\n") else None
+            except (ValueError, RecursionError):
+                value = None
+            match value:
+                case {"id": str() | None as own, "line": int(line), "digest": str(digest)}:
+                    yield _Line(_key(line, own, digest), digest, raw)
+                case None if next(lines, None) is None:
+                    return
+                case _:
+                    raise UserError(
+                        f"{address}: line {number} is not a result; choose another output"
+                    )
 
 
-def open_output(address: str) -> LocalFile | ObjectParts:
-    """Opens an output that `check_output` accepts. Errors of its methods are the driver's.
-    UserError if it cannot be reached, or another run is writing there."""
-    fs, path = resolve(address)
-    with storage_errors(address, "written"):
-        return LocalFile(address, Path(path)) if is_local(fs) else ObjectParts(address, fs, path)
+def read_identity(address: str) -> dict[str, Any] | None:
+    """Reads the identity of a run from the sidecar of its output. None if the sidecar is missing.
+    UserError if it cannot be read, or is not the description of a run."""
+    sidecar = f"{address}.run.json"
+    fs, path = resolve(sidecar)
+    with storage_errors(sidecar):
+        if not fs.exists(path):
+            return None
+        data = fs.cat_file(path)
+    try:
+        identity = json.loads(data.decode())["identity"]
+    except (ValueError, RecursionError, TypeError, KeyError):
+        identity = None
+    if not isinstance(identity, dict):
+        raise UserError(f"{sidecar}: not the description of a run")
+    return identity
 
 
-class LocalFile:
-    """An output on this machine, locked while it is open."""
-
-    def __init__(self, address: str, path: Path) -> None:
-        self._address = address
-        self._path = path
-        self._is_new = not path.exists()
-        self._file = io.FileIO(path, "a+")
-        try:
-            lock_alone(self._file.fileno())
-        except BaseException:
-            self._file.close()
-            raise
-        self._end = os.fstat(self._file.fileno()).st_size
-
-    def is_empty(self) -> bool:
-        """Whether there are no lines yet."""
-        return self._end == 0
-
-    def read_lines(self, *, strict: bool) -> Iterator[Line]:
-        """The lines that are there; a torn last one is cut off, or refused where `strict`."""
-        size, end = self._end, 0
-        with self._path.open("rb") as file:
-            for line in read_results(file, self._address, strict=strict):
-                end += len(line.raw)
-                yield line
-        if end < size:
-            self._file.truncate(end)
-            self._end = end
-
-    def append(self, data: bytes) -> None:
-        """Appends a line, entirely or, after an error or interrupt, not at all."""
-        rest = memoryview(data)
-        try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self._file.truncate(self._end)
-            raise
-        self._end += len(data)
-
-    def flush(self) -> None:
-        """Waits for the disk: network file systems report errors late."""
-        os.fsync(self._file.fileno())
-
-    def finish(self) -> None:
-        """Nothing to join."""
-
-    def replace(self, write: Callable[[BinaryIO], None]) -> None:
-        """Replaces the output by what `write` writes, atomically."""
-        with replacing(self._path) as scratch, scratch.open("wb") as out:
-            write(out)
-
-    def close(self, *, failed: bool = False) -> None:
-        """Closes the output. After a failure a new one that is still empty is removed."""
-        if failed and self._is_new and self.is_empty():
-            for path in (self._path, self._path.with_name(f"{self._path.name}.run.json")):
-                with contextlib.suppress(OSError):
-                    path.unlink()
-        self._file.close()
-
-
-class ObjectParts:
-    """An output in an object store, without a lock. The methods are those of `LocalFile`."""
-
-    def __init__(self, address: str, fs: Any, path: str) -> None:
-        self._address = address
-        self._fs = fs
-        self._path = path
-        self._folder = f"{path}.parts"
-        self._pending: list[bytes] = []
-        self._since = 0.0
-        parts = self.list_parts()
-        self._next = _part_number(parts[-1]) + 1 if parts else 0
-        self._is_new = self.is_empty() and not fs.exists(f"{path}.run.json")
-
-    def list_parts(self) -> list[str]:
-        """The parts that are not joined yet, in order."""
-        self._fs.invalidate_cache()
-        found = self._fs.find(self._folder)
-        return sorted((path for path in found if _part_number(path) >= 0), key=_part_number)
-
-    def is_empty(self) -> bool:
-        return self._next == 0 and not (self._is_joined() and self._fs.size(self._path))
-
-    def _is_joined(self) -> bool:
-        return bool(self._fs.isfile(self._path))
-
-    def read_lines(self, *, strict: bool) -> Iterator[Line]:
-        """The lines that are there; some come twice where joining was cut short."""
-        for path in [self._path] * self._is_joined() + self.list_parts():
-            address = self._fs.unstrip_protocol(path)
-            with storage_errors(address), io.BufferedReader(self._fs.open(path, "rb")) as file:
-                yield from read_results(file, address, strict=strict)
-
-    def append(self, data: bytes) -> None:
-        if not self._pending:
-            self._since = time.monotonic()
-        self._pending.append(data)
-        if len(self._pending) >= PART_RECORDS or time.monotonic() - self._since >= PART_SECONDS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Uploads pending lines as the next part."""
-        if not self._pending:
-            return
-        part = f"{self._folder}/{self._next:06}.jsonl"
-        with contextlib.suppress(FileExistsError):
-            self._fs.mkdir(self._folder, create_parents=False)
-        self._fs.invalidate_cache()
-        if self._fs.exists(part):
-            raise UserError(f"{self._address}: another run is writing to it: {part} is there")
-        self._fs.pipe_file(part, b"".join(self._pending))
-        self._pending = []
-        self._next += 1
-
-    def finish(self) -> None:
-        """Joins the parts, then removes them. Interrupted in between, the next call skips lines
-        that are joined already."""
-        self.flush()
-        parts = self.list_parts()
-        if self._is_joined() and not parts:
-            return
-
-        def write(out: BinaryIO) -> None:
-            seen: set[Key | None] = set()
-            for line in self.read_lines(strict=False):
-                if line.key is None or line.key not in seen:
-                    out.write(line.raw)
-                seen.add(line.key)
-
-        self.replace(write)
-        if parts:
-            self._fs.rm(parts)
-            with contextlib.suppress(OSError, NotImplementedError):  # S3 has no folders
-                self._fs.rmdir(self._folder)
-
-    def replace(self, write: Callable[[BinaryIO], None]) -> None:
-        with self._fs.transaction, self._fs.open(self._path, "wb") as out:
-            write(out)
-
-    def close(self, *, failed: bool = False) -> None:
-        if failed and self._is_new and not self._next:
-            with contextlib.suppress(Exception):  # the error that led here matters more
-                self._fs.rm(f"{self._path}.run.json")
-
-
-def _part_number(path: str) -> int:
-    """The number of a part, -1 of other files."""
-    match = re.fullmatch(r".*\.parts/(\d{6,})\.jsonl", path)
-    return int(match[1]) if match else -1
+def find_difference(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> str:
+    """The first key whose values differ, dotted, with both values; empty where none does."""
+    for key in {**new, **old}:
+        was, now = (
+            json.dumps(run[key], ensure_ascii=False, sort_keys=True) if key in run else "absent"
+            for run in (old, new)
+        )
+        if was == now:
+            continue
+        if isinstance(old.get(key), dict) and isinstance(new.get(key), dict):
+            return find_difference(old[key], new[key], f"{prefix}{key}.")
+        return f"{prefix}{key} was {was:.80} and is now {now:.80}"
+    return ""

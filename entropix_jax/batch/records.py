@@ -75,9 +75,11 @@ def read_records(
     `max_new_tokens` (from 1) and `seed`. null, an empty cell, blank lines and other fields
     are ignored. The address is a path, a URL that fsspec knows (`s3://bucket/key`), or - for
     standard input. The share (i, n) is of the records whose index is i modulo n; ids are unique
-    over all shares. UserError if the file cannot be read, or its CSV header is invalid.
+    over all shares. UserError if the file cannot be read or holds no records, or its CSV header is
+    invalid.
     """
     index, count = share
+    number = -1
     suffixes = [suffix.lower() for suffix in PurePath(address).suffixes]
     if is_compressed(address):
         suffixes.pop()
@@ -99,11 +101,13 @@ def read_records(
                 record = BadRecord(line, record_id, digest, str(error))
             if number % count == index:
                 yield record
+    if number < 0:
+        raise UserError(f"{address}: holds no records")
 
 
 def check_input(address: str) -> None:
     """Reads the first record of an input. Pipes and standard input, which open once, are skipped.
-    UserError if it cannot be read, or its CSV header is invalid."""
+    UserError as `read_records`."""
     path = None if address == "-" else local_path(address)
     if address == "-" or (path is not None and path.is_fifo()):
         return
@@ -167,7 +171,7 @@ def _csv_lines(lines: Iterator[str], address: str) -> _Rows:
 
 
 def _find_header_problem(names: Sequence[str]) -> str:
-    """What is wrong with the names of the columns; empty where nothing is."""
+    """Returns the fault of the column names, empty if they are valid."""
     if _LONE_SURROGATE.search("".join(names)):
         return "not UTF-8"
     for name in COLUMNS:

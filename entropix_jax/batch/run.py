@@ -88,7 +88,7 @@ class BatchRun:
         self._model = model
         self._defaults = defaults
         check_recording(model, recording or Recording())
-        for ends in (model.generation.eos_ids, model.turn_end_ids):
+        for ends in (model.eos_ids, model.turn_end_ids):
             padded_ids(ends)
         self._chat = model.is_chat_model if defaults.chat is None else defaults.chat
         encode_prompt(model, "any prompt", chat=self._chat, system=defaults.system)
@@ -139,7 +139,7 @@ class BatchRun:
         """Ends the run after the current event. Safe to call in a signal handler."""
         self._stopping = True
         self.engine.stop()
-        if self._reading:  # a read would go on after the handler
+        if self._reading:  # a read would continue after the handler
             raise _Stopped
 
     def _read(
@@ -148,11 +148,9 @@ class BatchRun:
         """The records until `stop`, which may leave a blocked read."""
         while True:
             looked()
-            if self._stopping:
-                return
             try:
                 self._reading = True
-                record = next(records, None)
+                record = None if self._stopping else next(records, None)
             except _Stopped:
                 return
             finally:

@@ -15,6 +15,7 @@ from fsspec.compression import compr
 from fsspec.implementations.local import LocalFileSystem
 
 from entropix_jax.errors import UserError
+from entropix_jax.host.files import replacing
 
 # Suffixes that fsspec recognises only once their package is installed.
 _COMPRESSION_PACKAGES = {".zst": "zstandard", ".lz4": "lz4", ".snappy": "python-snappy"}
@@ -91,6 +92,20 @@ def open_file(address: str) -> Iterator[BinaryIO]:
         with storage_errors(address):
             plain = compr[compression](file, mode="rb")
         yield plain
+
+
+@contextmanager
+def open_replacement(address: str) -> Iterator[BinaryIO]:
+    """Opens a file for writing that replaces the one at an address, atomically, if the block
+    succeeds. UserError if it cannot be written."""
+    fs, path = resolve(address)
+    with storage_errors(address, "written"):
+        if is_local(fs):
+            with replacing(Path(path)) as scratch, scratch.open("wb") as file:
+                yield file
+        else:
+            with fs.transaction, fs.open(path, "wb") as file:
+                yield file
 
 
 def read_lines(address: str, file: Iterable[_Line]) -> Iterator[_Line]:

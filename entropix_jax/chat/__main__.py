@@ -1,6 +1,5 @@
-"""`python -m entropix_jax.chat`: a chat in the terminal."""
+"""`python -m entropix_jax.chat`, the same as `entropix-jax chat`."""
 
 from entropix_jax.__main__ import run_module
 
-if __name__ == "__main__":
-    run_module("chat")
+run_module("chat")

@@ -1,11 +1,9 @@
-"""`python -m entropix_jax.chat`: a conversation in the terminal."""
+"""`entropix-jax chat`: a conversation in the terminal."""
 
 import itertools
-import json
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
 from entropix_jax.cli.options import (
     Count,
@@ -15,17 +13,14 @@ from entropix_jax.cli.options import (
     OptionalCount,
     Text,
     Texts,
+    choose_context,
     model_name,
-    own_mechanisms,
-    parse,
-    run_command,
+    read_messages,
 )
-from entropix_jax.cli.status import is_terminal, show_status
+from entropix_jax.cli.status import show_status
 from entropix_jax.errors import UserError, check_range
-from entropix_jax.host.files import read_text
 
 _MAX_CONTEXT = 4096  # unless another number is asked for
-_TOP = 5  # likeliest tokens that a saved page shows
 
 
 @dataclass(frozen=True)
@@ -58,12 +53,8 @@ class Arguments:
     """Do not print statistics after each answer."""
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.chat") -> int:
+def run(arguments: Arguments) -> int:
     """Runs the command and returns its exit status."""
-    return run_command(lambda: _main(parse(Arguments, argv, prog)))
-
-
-def _main(arguments: Arguments) -> int:
     # A mistake in these should not wait for JAX, or the model.
     check_range("--max-new-tokens", arguments.max_new_tokens, 1)
     check_range("--context", arguments.context, 2)
@@ -72,57 +63,37 @@ def _main(arguments: Arguments) -> int:
         raise UserError("--stop: stop strings must not be empty")
     if arguments.messages is not None and arguments.system is not None:
         raise UserError("--messages holds its own system message: it does not go with --system")
-    from entropix_jax.chat.dialogue import Dialogue, Turn, turns_of
     from entropix_jax.chat.session import Session
     from entropix_jax.engine.preparation import calibrate_sampler
-    from entropix_jax.engine.state import Recording
+    from entropix_jax.engine.results import Request
     from entropix_jax.host.compile_cache import use_compilation_cache
+    from entropix_jax.text.chat_template import plain_messages
 
     sampler = arguments.model.choose_sampler()
-    system = arguments.system
-    turns: list[Turn] = []
-    question = None
+    messages: Any = []
     if arguments.messages is not None:
-        path = Path(arguments.messages)
-        system, turns, question = turns_of(_read_messages(path), path, arguments.seed)
+        try:
+            messages = plain_messages(read_messages(arguments.messages))
+        except UserError as error:
+            raise UserError(f"{arguments.messages}: {error}") from None
+    elif arguments.system is not None:
+        messages = [{"role": "system", "content": arguments.system}]
 
     use_compilation_cache()
     name = model_name(arguments.model.model)
-    check = arguments.model.check
     with show_status("loading the model ..."):
         model = arguments.model.load(name)
         calibrated = calibrate_sampler(sampler, model)
-    positions = model.config.max_positions
-    if arguments.context is not None and arguments.context > positions:
-        raise UserError(f"--context {arguments.context}: the model has {positions} positions")
-    dialogue = Dialogue(
-        model,
-        calibrated,
-        context=arguments.context or min(positions, _MAX_CONTEXT),
-        system=system,
-        seed=arguments.seed,
-        max_new_tokens=arguments.max_new_tokens,
-        stop=stop,
-        recording=Recording(top=_TOP, layers=True, check=check),
-    )
-    dialogue.turns = turns
     for note in calibrated.notes:
         print(f"note: {note}", file=sys.stderr)
-    session = Session(
-        dialogue,
-        sampler,
-        [*itertools.chain(*arguments.model.set)],
-        own=own_mechanisms(arguments.model.plugin),
-        name=name,
-        quiet=arguments.quiet,
+    request = Request(
+        (),
+        calibrated,
+        max_new_tokens=arguments.max_new_tokens,
+        seed=arguments.seed,
+        eos_ids=model.end_ids(chat=True),
+        stop=stop,
     )
-    if is_terminal(sys.stdin):
-        session.greet()
-    return session.run(question)
-
-
-def _read_messages(path: Path) -> object:
-    try:
-        return json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON: {error}") from None
+    context = choose_context(arguments.context, model.config, _MAX_CONTEXT)
+    session = Session(model, name, arguments.model, request, context, messages, arguments.quiet)
+    return session.run()

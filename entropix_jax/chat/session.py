@@ -1,261 +1,271 @@
-"""A chat as a person sees it: lines in, answers in the colours of their regimes, and commands."""
+"""A conversation in the terminal: questions, answers in the colours of their regimes, commands."""
 
+import contextlib
+import io
 import json
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from entropix_jax.chat.dialogue import Dialogue, Turn
-from entropix_jax.chat.lines import Lines, ctrl_c
-from entropix_jax.cli.options import EXIT_OK
-from entropix_jax.cli.status import StatusLine
-from entropix_jax.cli.terminal import TextScreen, print_legend
+from entropix_jax.cli.options import EXIT_OK, ModelOptions
+from entropix_jax.cli.status import Speed, StatusLine, is_terminal
+from entropix_jax.cli.terminal import TextScreen, print_legend, summary
+from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.generation import Generation
 from entropix_jax.engine.preparation import calibrate_sampler
-from entropix_jax.errors import UserError, check_range, nearest, printable
+from entropix_jax.engine.results import Request, Row, Rows
+from entropix_jax.engine.state import Recording
+from entropix_jax.errors import UserError, nearest, printable
 from entropix_jax.host.files import check_writable, replacing
-from entropix_jax.host.interrupts import EXIT_INTERRUPT, deferred_interrupts
-from entropix_jax.names import MEANINGS, REGIMES
-from entropix_jax.report.page import check_report
-from entropix_jax.sampler.mechanism import Mechanism
-from entropix_jax.sampler.presets import load_sampler, parse_setting
-from entropix_jax.sampler.sampler import Sampler
+from entropix_jax.host.interrupts import EXIT_INTERRUPT, deferred_interrupts, leave_on_interrupt
+from entropix_jax.model.loading import LanguageModel
 
-_NUMBERS = {"seed": None, "max_new_tokens": 1}  # what `/set` takes besides settings, at least
+Messages = list[Mapping[str, Any]]
 
-_ENDS = {"interrupt": "stopped", "length": "token limit", "stop": "stop string"}
+_TOP = 5  # most likely tokens that a saved page shows
 
 
-class _Command(NamedTuple):
-    argument: str
-    meaning: str
-    run: Callable[["Session", str], None]
-
-
+@dataclass
 class Session:
-    """Asks, answers and obeys until the lines end."""
+    """A conversation whose cache is kept between answers, and its commands.
 
-    def __init__(
-        self,
-        dialogue: Dialogue,
-        sampler: Sampler,
-        settings: Sequence[str],
-        *,
-        own: Sequence[Mechanism] = (),
-        name: str,
-        quiet: bool = False,
-    ) -> None:
-        """`sampler` is the dialogue's before its calibration, with a command line's `settings`;
-        `own` are the user's mechanisms. `name` is the model's. With `quiet` no line of figures
-        follows an answer."""
-        self._dialogue = dialogue
-        self._sampler = sampler
-        self._settings = [setting.removeprefix("sampler.") for setting in settings]
-        self._own = own
-        self._name = name
-        self._quiet = quiet
-        self._lines = Lines()
-        self._err = Console(stderr=True, highlight=False)
-        self._err.soft_wrap = not self._err.is_terminal
-        self._left = False
-        self._interrupted = False
+    Raises:
+        UserError: the model has no chat template, or the cache does not fit into memory.
+    """
 
-    def greet(self) -> None:
-        """Tells a person what the colours mean, with whom they talk, and how to end it."""
-        if TextScreen().coloured:
-            print_legend()
-        context = f"context {self._dialogue.context} tokens"
-        self._say(
-            f"{self._name}, sampler {self._sampler.name}, {context}. /help lists the commands."
+    model: LanguageModel
+    name: str  # the model's
+    options: ModelOptions  # the sampler's
+    request: Request  # the next answer's, but for its prompt
+    context: int  # maximum tokens of the conversation
+    messages: Messages  # the conversation so far
+    quiet: bool = False  # no statistics after an answer
+
+    def __post_init__(self) -> None:
+        if self.model.tokenizer.chat_template is None:
+            hint = "it cannot chat (entropix-jax generate continues a text)"
+            raise UserError(f"{self.model.folder}: this model has no chat template: {hint}")
+        recording = Recording(top=_TOP, layers=True, check=self.options.check)
+        self._engine = Engine(
+            self.model, slots=1, capacity=self.context, recording=recording, keep=True
         )
+        self._typed = is_terminal(sys.stdin)
+        self._err = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._pressed: list[int] = []  # signals since the last line
+        self._running: Row | None = None
+        self._answered: Rows | None = None  # the run of the last answer
+        self._retries = 0  # of the last question
 
-    def run(self, question: str | None = None) -> int:
-        """Runs the chat, beginning with a question that has no answer yet. Returns the exit status.
-        What a person gets wrong is told, and the chat goes on; where nobody types, it ends the
-        chat, as Ctrl-C does: UserError."""
-        if not self._lines.typed:
-            return self._run(question)
-        with ctrl_c(lambda number, frame: None):  # the conversation would be lost
-            return self._run(question)
+    def run(self) -> int:
+        """Answers an open question and then the lines of standard input. Returns the exit status.
 
-    def _run(self, question: str | None) -> int:
-        line = None if question is None else f" {question}"  # no command
-        while True:
-            try:
-                if line is None and (line := self._lines.read()) is None:
-                    return EXIT_OK
-                self._take(line)
-            except UserError as error:
-                if not self._lines.typed:
-                    raise
-                self._say(f"error: {error}")
-            if self._left:
-                return EXIT_OK
-            if self._interrupted and not self._lines.typed:
-                return EXIT_INTERRUPT
-            line = None
+        Prints user errors on a terminal. Elsewhere they end the conversation, as Ctrl-C does.
+        """
+        if self._typed:
+            print_legend()
+            sampler = f"sampler {self.request.sampler.name}"
+            self._say(
+                f"{self.name}, {sampler}, context {self.context} tokens. /help lists the commands."
+            )
+        with deferred_interrupts(self._stop) as self._pressed:
+            for line in self._lines():
+                try:
+                    self._take(line)
+                except UserError as error:
+                    if not self._typed:
+                        raise
+                    self._say(f"error: {error}")
+                if self._pressed and not self._typed:
+                    break
+            return EXIT_INTERRUPT if self._pressed else EXIT_OK
+
+    def _lines(self) -> Iterator[str]:
+        """Yields an open question, and the lines of standard input. A line that ends with a
+        backslash continues in the next one."""
+        _prepare_input(self._typed)
+        if self.messages and self.messages[-1]["role"] == "user":
+            yield f" {self.messages.pop()['content']}"  # not a command
+        text = ""
+        while (line := self._line("... " if text else "> ")) is not None:
+            if line.endswith("\\"):
+                text += f"{line[:-1]}\n"
+            else:
+                yield "" if self._pressed else text + line
+                text = ""
+        if text:
+            yield text.removesuffix("\n")
+
+    def _line(self, prompt: str) -> str | None:
+        """Returns a line of standard input, None at its end. On a terminal Ctrl-C discards the
+        typed line and returns an empty one."""
+        self._pressed.clear()
+        if self._typed and not is_terminal(sys.stdout):  # which is only for answers
+            print(prompt, end="", file=sys.stderr, flush=True)
+        try:
+            with leave_on_interrupt():
+                return input(prompt if self._typed and is_terminal(sys.stdout) else "")
+        except UnicodeDecodeError:
+            raise UserError("standard input: not UTF-8") from None
+        except EOFError:
+            if self._typed:
+                print(file=sys.stderr)
+            return "" if self._typed and self._pressed else None
 
     def _take(self, line: str) -> None:
-        """Obeys a command, or asks a question."""
+        """Runs a command or answers a question."""
         if not line.strip():
             return
         if not line.startswith("/"):
-            self._answer(self._dialogue.question(line.strip()))
+            self._answer([*self.messages, {"role": "user", "content": line.strip()}])
             return
-        name, _, argument = line.partition(" ")
+        name, _, argument = line.strip().partition(" ")
         if name not in _COMMANDS:
             hint = "/help lists them; a space before it makes it a message"
             raise UserError(f"no command '{name}'{nearest(name, [*_COMMANDS])} ({hint})")
-        command, argument = _COMMANDS[name], argument.strip()
-        if argument and not command.argument:
+        expected, _, run = _COMMANDS[name]
+        if argument and not expected:
             raise UserError(f"{name} takes no argument")
-        command.run(self, argument)
+        run(self, argument.strip())
 
     def _say(self, line: str, style: str = "") -> None:
         self._err.print(Text(printable(line), style))
 
-    # Answers
+    def _stop(self) -> None:
+        # After the end of a run, a stop would end the next one.
+        if self._running is not None and self._running.finish_reason is None:
+            self._engine.stop()
 
-    def _answer(self, turn: Turn) -> None:
-        """Generates an answer and shows it while it grows."""
-        row = turn.row
-        assert row is not None
+    def _answer(self, messages: Messages, retries: int = 0) -> None:
+        """Generates and shows the answer to the last message. Then the conversation is the messages
+        and the answer, unless it failed or was stopped before its first word."""
+        prompt = self.model.tokenizer.apply_chat(messages, escape=True)
+        if len(prompt) >= self.context:
+            hint = "/back removes a turn, --context gives more room"
+            raise UserError(f"the context is full: {len(prompt)} of {self.context} tokens ({hint})")
+        seed = self.request.seed + retries
+        request = replace(self.request, prompt=prompt, seed=seed, messages=messages)
+        generation = Generation(self.model, [request], engine=self._engine)
+        (row,) = generation.rows
         status = StatusLine()
         screen = TextScreen(status)
-        begun = self._dialogue.engine.steps > 0
-        status.show(f"{'reading' if begun else 'compiling and reading'} ... (Ctrl-C stops it)")
-        with deferred_interrupts(self._dialogue.stop) as pressed:
-            try:
-                for event in self._dialogue.run(turn):
+
+        status.show("compiling and reading ... (Ctrl-C stops it)")
+        self._running = row
+        speed = Speed(generation.seconds)
+        try:
+            for events in (generation.__iter__, generation.interrupt):
+                for event in events():
+                    speed.add(event.token is not None and not event.retracted)
                     for piece in event.pieces:
                         screen.show(piece.text, piece.token)
-            finally:
-                status.clear()
-                screen.end_text()
-        self._interrupted = bool(pressed)
+        finally:
+            status.clear()
+            screen.end_text()
         if row.error is not None:
             raise UserError(row.error)
-        if self._dialogue.turns[turn.at : turn.at + 1] != [turn]:
-            self._say("stopped before the first word: nothing has changed")
-        elif not self._quiet:
-            self._say(self.figures(turn), "dim")
-        if row.finish_reason == "context":
-            self._say("the context is full: /back takes turns back, --context gives more room")
-        if self._lines.typed:
+        if row.text or row.finish_reason != "interrupt":
+            self.messages = [*messages, {"role": "assistant", "content": row.text}]
+            self._answered, self._retries = generation.rows, retries
+        if not self.quiet:
+            used = f"context {len(prompt) + len(row.tokens)}/{self.context}"
+            again = f" | seed {seed}" if retries else ""
+            self._say(f"{summary(generation.rows, speed.value)} | {used}{again}", "dim")
+        if self._typed:
             self._say("")
-
-    def figures(self, turn: Turn) -> str:
-        """Figures of an answer, on one line: tokens, speed, mean entropy, regimes, how much of the
-        context is used, and an unusual seed or end. The speed leaves out the first token."""
-        row = turn.row
-        assert row is not None
-        count, reason = len(row.tokens), str(row.finish_reason)
-        seconds = turn.timings["total"] - turn.timings.get("first_token", 0.0)
-        speed = f" ({(count - 1) / seconds:.0f} tok/s)" if count > 1 else ""
-        entropy = sum(token.entropy for token in row.tokens) / max(count, 1)
-        regimes = {MEANINGS[r]: sum(token.regime == r for token in row.tokens) for r in REGIMES}
-        shares = " ".join(f"{name} {n / count:.0%}" for name, n in regimes.items() if n)
-        parts = [
-            f"{count} token{'' if count == 1 else 's'}{speed}",
-            f"{entropy:.2f} bits",
-            shares,
-            f"context {len(row.request.prompt) + count}/{self._dialogue.context}",
-            *([f"seed {turn.seed}"] if turn.seed != self._dialogue.seed else []),
-            *([_ENDS.get(reason, f"ended by {reason}")] if reason != "eos" else []),
-        ]
-        return " | ".join(filter(None, parts))
 
     # Commands
 
-    def _choose(self, name: str) -> None:
-        if name:
-            self._use(load_sampler(name, self._own), [])
-        self._tell_sampler()
-
-    def _set(self, setting: str) -> None:
-        key, equals, value = (part.strip() for part in setting.partition("="))
-        if setting and not equals:
-            raise UserError(f"/set {setting}: expected KEY=VALUE")
-        if key in _NUMBERS:
-            try:
-                number = int(value)
-            except ValueError:
-                raise UserError(f"{key} must be a whole number, not '{value}'") from None
-            if (least := _NUMBERS[key]) is not None:
-                check_range(key, number, least)
-            setattr(self._dialogue, key, number)
-        elif setting:
-            key = key.removeprefix("sampler.")
-            name, parsed = parse_setting(f"sampler.{key}={value}")
-            kept = [one for one in self._settings if one.partition("=")[0] != key]
-            self._use(self._sampler.with_values({name: parsed}), [*kept, f"{key}={value}"])
-        self._tell_sampler()
-
-    def _use(self, sampler: Sampler, settings: list[str]) -> None:
-        """Takes a sampler for the answers to come, if it can be used."""
-        self._dialogue.sampler = calibrated = calibrate_sampler(sampler, self._dialogue.model)
-        self._sampler, self._settings = sampler, settings
-        for note in calibrated.notes:
-            self._say(f"note: {note}")
-
-    def _tell_sampler(self) -> None:
-        numbers = [f"{name}={getattr(self._dialogue, name)}" for name in _NUMBERS]
-        self._say(f"sampler {self._sampler.name}: {', '.join([*self._settings, *numbers])}")
-
-    def _instruct(self, text: str) -> None:
-        self._dialogue.system = text or None
-        self._say("the system message is set" if text else "there is no system message any more")
+    def _last_question(self) -> int:
+        """Returns the index of the last question. UserError if there is none."""
+        asked = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+        if not asked:
+            raise UserError("there is no turn yet")
+        return asked[-1]
 
     def _retry(self, _: str) -> None:
-        self._answer(self._dialogue.retry())
+        self._answer(self.messages[: self._last_question() + 1], self._retries + 1)
 
     def _back(self, _: str) -> None:
-        question = " ".join(self._dialogue.back().question.split())
-        shown = question if len(question) <= 50 else f"{question[:47]}..."
-        self._say(f"taken back: {shown} ({len(self._dialogue.turns)} left)")
+        at = self._last_question()
+        question = " ".join(self.messages[at]["content"].split())
+        del self.messages[at:]
+        self._answered, self._retries = None, 0
+        self._say(f"taken back: {question if len(question) <= 50 else f'{question[:47]}...'}")
+
+    def _instruct(self, text: str) -> None:
+        rest = [message for message in self.messages if message["role"] != "system"]
+        self.messages = [{"role": "system", "content": text}, *rest] if text else rest
+        self._say("the system message is set" if text else "there is no system message any more")
+
+    def _choose(self, name: str) -> None:
+        self._use(replace(self.options, sampler=name, set=()) if name else self.options)
+
+    def _set(self, setting: str) -> None:
+        key, equals, value = setting.partition("=")
+        key = f"sampler.{key.strip().removeprefix('sampler.')}{equals}"
+        others = (one for one in chain(*self.options.set) if not one.startswith(key))
+        self._use(replace(self.options, set=((*others, f"{key}{value.strip()}"),)))
+
+    def _use(self, options: ModelOptions) -> None:
+        """Uses the sampler of the options for the next answers. UserError if the model cannot."""
+        sampler = calibrate_sampler(options.choose_sampler(), self.model)
+        self.request, self.options = replace(self.request, sampler=sampler), options
+        for note in sampler.notes:
+            self._say(f"note: {note}")
+        self._say(" ".join(["sampler", sampler.name, *chain(*options.set)]))
 
     def _save(self, name: str) -> None:
         path = Path(name)
-        if path.suffix == ".json":
-            check_writable(path)
-            messages = self._dialogue.messages()
-            with replacing(path) as scratch:
-                text = json.dumps(messages, ensure_ascii=False, indent=1)
-                scratch.write_text(f"{text}\n", encoding="utf-8")
-        elif path.suffix == ".jsonl":
-            check_writable(path)
-            self._dialogue.rows(self._name).save_trace(path)
-        elif path.suffix == ".html":
-            check_report(path)
-            self._dialogue.rows(self._name).save_report(path)
-        else:
+        if path.suffix not in (".json", ".jsonl", ".html"):
             raise UserError("/save FILE: its name ends in .json, .jsonl or .html (see /help)")
+        check_writable(path)
+        if path.suffix == ".json":
+            with replacing(path) as scratch:
+                text = json.dumps(self.messages, ensure_ascii=False, indent=1)
+                scratch.write_text(f"{text}\n", encoding="utf-8")
+        elif (rows := self._answered) is None or rows.header is None:
+            raise UserError("there is no answer of this session to save")
+        else:
+            rows.header = {**rows.header, "model": self.name}
+            (rows.save_trace if path.suffix == ".jsonl" else rows.save_report)(path)
         self._say(f"saved: {path}")
 
     def _help(self, _: str) -> None:
-        for name, command in _COMMANDS.items():
-            self._say(f"{f'{name} {command.argument}':<21}{command.meaning}")
+        for name, (argument, meaning, _run) in _COMMANDS.items():
+            self._say(f"{f'{name} {argument}':<21}{meaning}")
         self._say("Ctrl-C stops an answer. A line that ends with \\ continues on the next line.")
 
     def _quit(self, _: str) -> None:
-        self._left = True
+        raise SystemExit
 
 
-_COMMANDS = {
-    "/sampler": _Command(
-        "[NAME|FILE]", "use another sampler; without a name, show the current one", Session._choose
-    ),
-    "/set": _Command("KEY=VALUE", "change a sampler setting, seed or max_new_tokens", Session._set),
-    "/retry": _Command("", "answer the last question again with the next seed", Session._retry),
-    "/back": _Command("", "remove the last question and its answer", Session._back),
-    "/system": _Command(
-        "[TEXT]", "set the system message; without a text, remove it", Session._instruct
-    ),
-    "/save": _Command(
-        "FILE", "save the conversation (.json) or the last answer (.jsonl, .html)", Session._save
-    ),
-    "/help": _Command("", "show this list", Session._help),
-    "/quit": _Command("", "end the chat (or Ctrl-D)", Session._quit),
+# By name: the argument, what the command does, and its function.
+_COMMANDS: dict[str, tuple[str, str, Callable[[Session, str], None]]] = {
+    "/sampler": ("[NAME|FILE]", "use another sampler; without a name, show it", Session._choose),
+    "/set": ("KEY=VALUE", "change a setting of the sampler", Session._set),
+    "/retry": ("", "answer the last question again with the next seed", Session._retry),
+    "/back": ("", "remove the last question and its answer", Session._back),
+    "/system": ("[TEXT]", "set the system message; without a text, remove it", Session._instruct),
+    "/save": ("FILE", "the conversation (.json), the last answer (.jsonl, .html)", Session._save),
+    "/help": ("", "show this list", Session._help),
+    "/quit": ("", "end the chat (or Ctrl-D)", Session._quit),
 }
+
+
+def _prepare_input(typed: bool) -> None:
+    """Prepares standard input: UTF-8, and on a terminal editing and pasting."""
+    if not isinstance(sys.stdin, io.TextIOWrapper):
+        raise UserError("standard input is closed: questions are read from it")
+    sys.stdin.reconfigure(encoding="utf-8")
+    if typed:
+        with contextlib.suppress(ImportError):  # not on every system
+            import readline
+
+            # Pasted text is one message. Python switches this off.
+            readline.parse_and_bind("set enable-bracketed-paste on")

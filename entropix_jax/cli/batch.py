@@ -1,9 +1,9 @@
-"""`python -m entropix_jax.batch`: a file of prompts in, a file of completions out."""
+"""`entropix-jax batch`: a file of prompts in, a file of completions out."""
 
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,13 +17,13 @@ from entropix_jax.cli.options import (
     ModelOptions,
     OptionalCount,
     TextOptions,
+    choose_context,
     model_name,
     option,
-    parse,
-    run_command,
 )
+from entropix_jax.cli.status import ProgressView
 from entropix_jax.errors import UserError, check_range
-from entropix_jax.host.distributed import check_place, join
+from entropix_jax.host.distributed import join
 from entropix_jax.host.interrupts import deferred_interrupts
 from entropix_jax.version import __version__
 
@@ -72,40 +72,23 @@ class Arguments:
     trace_layers: Flag = False
     """Add the attention entropy of each layer and head to each token of the traces."""
     distributed: Flag = False
-    """Run one share of the records: this process is one of several, as a TPU VM or Slurm says. Each
-    writes its own part of the output."""
-    coordinator: Annotated[str | None, option("HOST:PORT")] = None
-    """The address of process 0, where the environment does not say; without it a process whose
-    number is given runs alone."""
+    """Run one share of the records: this process is one of several, on the hosts of a TPU VM, in a
+    Slurm job, or as the next two options say. Each writes its own part of the output."""
     processes: OptionalCount = None
-    """The number of processes, where the environment does not say."""
+    """Number of processes."""
     process: Annotated[int | None, tyro.conf.arg(metavar="I", help_behavior_hint="")] = None
-    """The index of this process, from 0, where the environment does not say."""
-    merge: OptionalCount = None
-    """Only join the outputs of N processes, once each record has its result."""
+    """Index of this process, from 0."""
     strict: Flag = False
     """End at the first record that cannot be run, instead of writing an error as its result."""
-    mix: Flag = False
-    """Resume an output even if another run wrote it."""
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.batch") -> int:
+def run(arguments: Arguments) -> int:
     """Runs the command and returns its exit status."""
-    return run_command(lambda: _main(parse(Arguments, argv, prog)))
-
-
-def _main(arguments: Arguments) -> int:
     # Without JAX, whose import takes most of a second: the command line and its files.
     _check(arguments)
-    from entropix_jax.batch.merge import merge, part_address
-    from entropix_jax.batch.output import Store, check_output
+    from entropix_jax.batch.output import Store, check_output, part_address
     from entropix_jax.batch.records import check_input
 
-    if arguments.merge is not None:
-        number = merge(arguments.output, arguments.merge, input=arguments.input)
-        parts = "1 part" if arguments.merge == 1 else f"{arguments.merge} parts"
-        print(f"{arguments.output}: {_records(number)} of {parts} joined", file=sys.stderr)
-        return EXIT_OK
     check_input(arguments.input)
 
     from entropix_jax.batch.run import BatchRun, Defaults, count_records
@@ -117,7 +100,7 @@ def _main(arguments: Arguments) -> int:
     share = (0, 1)
     output = arguments.output
     if arguments.distributed:
-        share = join(arguments.coordinator, arguments.processes, arguments.process)
+        share = join(arguments.processes, arguments.process)
         output = part_address(output, *share)
 
     # Whether everything fits, before anything large is loaded.
@@ -157,12 +140,11 @@ def _main(arguments: Arguments) -> int:
         "version": __version__,
         **code_identity(run.sampler.mechanisms),
     }
-    store = Store(output, identity, mix=arguments.mix)
+    store = Store(output, identity)
     with deferred_interrupts(run.stop, (signal.SIGINT, signal.SIGTERM)) as pressed, store:
         _run(arguments, run, store, share, total)
-        if not pressed:
-            store.finish()
-            return EXIT_OK
+    if not pressed:
+        return EXIT_OK
     print("interrupted: run the same command again to continue", file=sys.stderr)
     return 128 + pressed[0]
 
@@ -175,38 +157,29 @@ def _run(
     total: int | None,
 ) -> None:
     """Runs the records that are not done, shows the progress, and sums up."""
-    from entropix_jax.batch.progress import ProgressView, Standing
     from entropix_jax.batch.records import read_records
 
     if arguments.trace is not None:
-        folder = Path(arguments.trace)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{folder}: cannot be made a folder: {error.strerror}") from None
+        Path(arguments.trace).mkdir(parents=True, exist_ok=True)
     if store.done:
         print(f"note: {_records(store.done)} done already", file=sys.stderr)
 
     def write(record: "Record | BadRecord", result: Mapping[str, Any]) -> None:
-        # A row that failed has a text beside its error; a record that cannot be run has none.
+        # A row that failed has a text and an error; a record that cannot run has only an error.
         if arguments.strict and "text" not in result:
             raise UserError(f"{arguments.input}: line {record.line}: {result['error']}")
         store.write(record, result)
 
-    def standing() -> Standing:
-        return Standing(store.done, run.tokens, run.engine.steps, run.engine.used)
-
     started = time.perf_counter()
     records = read_records(arguments.input, share=share)
-    with ProgressView(standing, total) as view:
+    with ProgressView(store, run, total) as view:
         run.run(records, write, store.is_done, view.looked)
     seconds = time.perf_counter() - started
-    end = standing()
-    speed = f" ({view.speed(end):.0f} tok/s once compiled)" if view.speed(end) else ""
+    speed = f" ({view.speed:.0f} tok/s once compiled)" if view.speed else ""
     failed = f" ({run.failed} of them with an error)" if run.failed else ""
     print(
-        f"{_records(end.done)} done{failed} | {end.tokens} tokens in {seconds:.1f} s{speed}"
-        f" | {end.used:.0%} of slots used",
+        f"{_records(store.done)} done{failed} | {run.tokens} tokens in {seconds:.1f} s{speed}"
+        f" | {run.engine.used:.0%} of slots used",
         file=sys.stderr,
     )
 
@@ -222,11 +195,11 @@ def _check(arguments: Arguments) -> None:
     check_range("--context", arguments.context, 2, _LARGEST)
     check_range("--max-new-tokens", arguments.text.max_new_tokens, 1, _LARGEST)
     check_range("--trace-top", arguments.trace_top, 0, _LARGEST)
-    check_range("--merge", arguments.merge, 1)
-    place = (arguments.coordinator, arguments.processes, arguments.process)
-    if not arguments.distributed and any(given is not None for given in place):
-        raise UserError("--coordinator, --processes and --process need --distributed")
-    check_place(*place)
+    place = (arguments.processes, arguments.process)
+    if not (arguments.distributed and None not in place) and place != (None, None):
+        raise UserError("--processes and --process go together, and need --distributed")
+    check_range("--processes", arguments.processes, 1)
+    check_range("--process", arguments.process, 0, (arguments.processes or 1) - 1)
     if arguments.distributed and arguments.input == "-":
         raise UserError("--distributed: each process reads all of --input: give a file, not -")
     if (arguments.trace_top or arguments.trace_layers) and arguments.trace is None:
@@ -239,11 +212,10 @@ def _check_traces(folder: str, *others: str) -> None:
     """Refuses a folder of traces in which a record's trace could overwrite the input or output."""
     from entropix_jax.batch.storage import local_path
 
-    for path in filter(None, map(local_path, others)):
+    for path in filter(None, (local_path(other) for other in others if other != "-")):
         # Either a link itself or its target would be overwritten.
-        for place in (path, path.resolve()):
-            if place.suffix == ".jsonl" and place.parent.resolve() == Path(folder).resolve():
-                raise UserError(f"--trace {folder}: {path} lies there: give another folder")
+        if Path(folder).resolve() in (path.parent.resolve(), path.resolve().parent):
+            raise UserError(f"--trace {folder}: {path} lies there: give another folder")
 
 
 def _fit(arguments: Arguments, model: str) -> tuple["Mesh", int]:
@@ -258,10 +230,7 @@ def _fit(arguments: Arguments, model: str) -> tuple["Mesh", int]:
     check_backend()
     mesh = parse_mesh(arguments.mesh, jax.local_devices())
     files = open_model(resolve_model(model))
-    positions = files.config.max_positions
-    if arguments.context is not None and arguments.context > positions:
-        raise UserError(f"--context {arguments.context}: the model has {positions} positions")
-    context = arguments.context or min(positions, _MAX_CONTEXT)
+    context = choose_context(arguments.context, files.config, _MAX_CONTEXT)
     check_mesh(mesh, files.config, arguments.slots)
     needs = check_memory(
         files.config,

@@ -1,7 +1,6 @@
-"""`python -m entropix_jax.main`: a prompt in, text and its uncertainty out."""
+"""`entropix-jax generate`: a prompt in, text and its uncertainty out."""
 
 import contextlib
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,12 +17,11 @@ from entropix_jax.cli.options import (
     TextOptions,
     model_name,
     option,
-    parse,
     print_json,
     read_input,
-    run_command,
+    read_messages,
 )
-from entropix_jax.cli.status import StatusLine, is_terminal, show_status
+from entropix_jax.cli.status import Speed, StatusLine, is_terminal, show_status
 from entropix_jax.errors import UserError, check_range
 from entropix_jax.host.files import check_apart, check_writable, scratch_beside
 from entropix_jax.host.interrupts import EXIT_INTERRUPT, deferred_interrupts
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
 
 
 _MAX_SAMPLES = 1024
-_REPORT_TOP = 5  # likeliest tokens that a page shows
+_REPORT_TOP = 5  # most likely tokens that a page shows
 
 
 @dataclass(frozen=True)
@@ -59,13 +57,19 @@ class Arguments:
     text: TextOptions = field(default_factory=TextOptions)
     samples: Count = 1
     """Number of texts to generate from the prompt, in parallel."""
+    method: Text = None
+    """Search several continuations for one text: self-consistency, best-of-n, surest-of-n, dts,
+    dts-greedy, eager, random-forks or start-forks. Their tree goes to standard error."""
+    forks: Count = 8
+    """Most continuations of a --method, to 32."""
+    vote: Flag = False
+    """Choose the text whose answer most continuations have: the last number, else the last line."""
     format: Literal["text", "json"] = "text"
     """text, printed while it is generated, or json: one object for each sample at the end."""
     ask: Flag = False
     """On a terminal, ask which branch to take if the two best scores are within the margin."""
     verbose: Flag = False
-    """Print the means of the metrics at the end. During the run show those of the latest token, if
-    the terminal does not show the text. h is the entropy, u the varentropy."""
+    """Print the means of the metrics at the end."""
     trace: File = None
     """Write a trace: JSON Lines, one object per token."""
     trace_top: Count = 0
@@ -77,12 +81,8 @@ class Arguments:
     and all layers."""
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.main") -> int:
+def run(arguments: Arguments) -> int:
     """Runs the command and returns its exit status."""
-    return run_command(lambda: _main(parse(Arguments, argv, prog, "--prompt")))
-
-
-def _main(arguments: Arguments) -> int:
     _check(arguments)
     # JAX takes most of a second to import: not before the command line is known to be good.
     from entropix_jax.engine.api import stream
@@ -121,6 +121,20 @@ def _main(arguments: Arguments) -> int:
     )
     for note in calibrated.notes:
         print(f"note: {note}", file=sys.stderr)
+    if arguments.method is not None:
+        from entropix_jax.cli.search import run_search
+        from entropix_jax.engine.search import find_method
+
+        (row,) = generation.rows
+        return run_search(
+            model,
+            row.request,
+            find_method(arguments.method),
+            arguments.forks,
+            vote=arguments.vote,
+            check=arguments.model.check,
+            form=arguments.format,
+        )
 
     if arguments.trace is not None and Path(arguments.trace).is_fifo():
         print(f"note: {arguments.trace}: a pipe, which waits for its reader", file=sys.stderr)
@@ -165,6 +179,16 @@ def _check(arguments: Arguments) -> None:
     for name, file in (("--trace", arguments.trace), ("--report", arguments.report)):
         if file == "-":
             raise UserError(f"{name} -: standard output is for the text: give a file's name")
+    if arguments.method is None and arguments.vote:
+        raise UserError("--vote goes with --method")
+    if arguments.method is not None:
+        from entropix_jax.engine.search import MOST_FORKS, find_method
+
+        find_method(arguments.method)
+        check_range("--forks", arguments.forks, 1, MOST_FORKS)
+        alone = (arguments.samples > 1, arguments.trace, arguments.report, arguments.ask)
+        if any(alone) or arguments.verbose:
+            raise UserError("--method goes without --samples, --trace, --report, --ask, --verbose")
     if arguments.ask and (arguments.samples > 1 or arguments.format == "json"):
         raise UserError("--ask goes with one sample and --format text")
     traced = arguments.trace or arguments.report
@@ -178,10 +202,7 @@ def _read_prompt(arguments: Arguments) -> Any:
         return read_input(arguments.prompt_file, "--prompt")
     if arguments.messages is None:
         return arguments.prompt
-    try:
-        messages = json.loads(read_input(arguments.messages, "--prompt"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{arguments.messages}: not valid JSON: {error}") from None
+    messages = read_messages(arguments.messages)
     return [messages] if isinstance(messages, str) else messages  # a text alone is a prompt
 
 
@@ -195,7 +216,7 @@ def _check_trace(path: Path, arguments: Arguments) -> None:
 
 @contextlib.contextmanager
 def _trace_file(arguments: Arguments) -> Iterator[Path | None]:
-    """The file of the run's trace; for a page alone, a temporary one beside it."""
+    """Yields the file of the run's trace; for a page alone, a temporary one in its folder."""
     if arguments.trace is not None or arguments.report is None:
         yield None if arguments.trace is None else Path(arguments.trace)
     else:
@@ -227,13 +248,12 @@ def _run(
 ) -> int:
     """Iterates over the run: prints samples in order as their text becomes final, writes the trace,
     and sums up. Returns the exit status."""
-    from entropix_jax.cli.terminal import Meter, TextScreen, print_legend, summary
+    from entropix_jax.cli.terminal import TextScreen, means, print_legend, summary
 
     rows = generation.rows
     screen = TextScreen(status) if arguments.format == "text" else None
     if screen is not None and screen.coloured:
         print_legend()
-    meter = Meter(status, rows, generation.seconds) if arguments.verbose else None
     waiting: list[list[Piece]] = [[] for _ in rows]
     shown = 0  # the sample that is being printed
 
@@ -252,14 +272,13 @@ def _run(
                     break
                 screen.end_text()
                 shown += 1
-        if meter is not None and events:
-            meter.update(events[-1].row if screen is None else rows[min(shown, len(rows) - 1)])
 
     status.show("compiling and reading the prompt (once that is done, Ctrl-C ends the run) ...")
+    speed = Speed(generation.seconds)
     try:
-        for number, event in enumerate(generation):
-            if number == 0:
-                status.clear()
+        for event in generation:
+            status.clear()
+            speed.add(event.token is not None and not event.retracted)
             take(event)
         take(*generation.interrupt())  # where Ctrl-C has ended the iteration
     finally:
@@ -277,9 +296,9 @@ def _run(
                     "token_records": [token.to_json() for token in row.tokens],
                 }
             )
-    if meter is not None:
-        print(meter.summary(), end="", file=sys.stderr)
-    print(summary(rows, generation.timings), file=sys.stderr)
+    if arguments.verbose:
+        print(means(rows), end="", file=sys.stderr)
+    print(summary(rows, speed.value), file=sys.stderr)
     if errors := {i: row.error for i, row in enumerate(rows) if row.error is not None}:
         messages = [f"row {i}: {e}" if len(rows) > 1 else e for i, e in errors.items()]
         hint = "" if arguments.model.check else " (--check names the tensor, or the layer)"

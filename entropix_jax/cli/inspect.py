@@ -1,9 +1,9 @@
-"""`python -m entropix_jax.inspect`: the uncertainty of a given text, nothing generated."""
+"""`entropix-jax inspect`: the uncertainty of a given text, nothing generated."""
 
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,10 +15,8 @@ from entropix_jax.cli.options import (
     ModelOptions,
     Text,
     model_name,
-    parse,
     print_json,
     read_input,
-    run_command,
 )
 from entropix_jax.errors import UserError, check_range
 from entropix_jax.names import MEANINGS, REGIMES
@@ -26,7 +24,6 @@ from entropix_jax.names import MEANINGS, REGIMES
 if TYPE_CHECKING:
     from entropix_jax.engine.score import ScoredToken
 
-_Measured = tuple[str, float, float, float]  # regime, bits, entropy, varentropy
 _COLUMNS = {
     "entropy": "entropy",
     "varentropy": "varentropy",
@@ -60,12 +57,8 @@ class Arguments:
     """A line for each token, the text coloured by regime, or JSON Lines with all metrics."""
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.inspect") -> int:
+def run(arguments: Arguments) -> int:
     """Runs the command and returns its exit status."""
-    return run_command(lambda: _main(parse(Arguments, argv, prog, "--text")))
-
-
-def _main(arguments: Arguments) -> int:
     text = _read_text(arguments)
     from entropix_jax.engine.preparation import calibrate_sampler
     from entropix_jax.engine.score import score_tokens
@@ -89,21 +82,23 @@ def _main(arguments: Arguments) -> int:
     )
     for note in calibrated.notes:
         print(f"note: {note}", file=sys.stderr)
-    seen: list[_Measured] = []
-    tokens = _note(scored, seen)
+    sums: Counter[str] = Counter()
+    tokens = _add_up(scored, sums)
     if arguments.format == "json":
         print_json(header(model, calibrated, ids[:1], seed=None, name=name))
         for token in tokens:
             print_json(token.to_json())
-        print_json({"type": "footer", **_summarize(seen)})
     else:
         _print_tokens(tokens, table=arguments.format == "table")
-    values = _summarize(seen)
-    noun = "token" if len(seen) == 1 else "tokens"
-    shares = " ".join(f"{MEANINGS[r]} {n / len(seen):.0%}" for r, n in values["regimes"].items())
+    count = sums["tokens"]
+    means = {name: sums[name] / count for name in ("bits_per_token", "entropy", "varentropy")}
+    if arguments.format == "json":
+        regimes = {regime: sums[regime] for regime in REGIMES}
+        print_json({"type": "footer", "tokens": count, **means, "regimes": regimes})
+    shares = " ".join(f"{MEANINGS[regime]} {sums[regime] / count:.0%}" for regime in REGIMES)
     print(
-        f"{len(seen)} {noun} | {values['bits_per_token']:.3f} bits a token, "
-        f"{values['entropy']:.3f} expected | {shares}",
+        f"{count} token{'' if count == 1 else 's'} | {means['bits_per_token']:.3f} bits a token, "
+        f"{means['entropy']:.3f} expected | {shares}",
         file=sys.stderr,
     )
     return EXIT_OK
@@ -124,24 +119,13 @@ def _read_text(arguments: Arguments) -> str:
     return text
 
 
-def _note(tokens: "Iterator[ScoredToken]", seen: list[_Measured]) -> "Iterator[ScoredToken]":
-    """Passes tokens through, and adds what the summary needs to `seen`."""
+def _add_up(tokens: "Iterator[ScoredToken]", sums: "Counter[str]") -> "Iterator[ScoredToken]":
+    """Passes tokens through, and adds what the summary needs to `sums`."""
     for token in tokens:
-        bits = -token.logprob / math.log(2.0)
-        seen.append((token.regime, bits, token.entropy, token.varentropy))
+        measured: dict[str, Any] = {"bits_per_token": -token.logprob / math.log(2.0)}
+        measured |= {"entropy": token.entropy, "varentropy": token.varentropy}
+        sums.update({"tokens": 1, token.regime: 1, **measured})
         yield token
-
-
-def _summarize(seen: Sequence[_Measured]) -> dict[str, Any]:
-    """The means over all tokens, and how many are in each regime."""
-    regimes, *columns = zip(*seen, strict=True)
-    counts = Counter(regimes)
-    means = (sum(column) / len(seen) for column in columns)
-    return {
-        "tokens": len(seen),
-        **dict(zip(("bits_per_token", "entropy", "varentropy"), means, strict=True)),
-        "regimes": {regime: counts[regime] for regime in REGIMES},
-    }
 
 
 def _print_tokens(tokens: "Iterator[ScoredToken]", *, table: bool) -> None:

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
 import docstring_parser
 import tyro
@@ -28,7 +28,9 @@ from entropix_jax.host.interrupts import EXIT_INTERRUPT
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from entropix_jax.model.loading import LanguageModel, ModelFiles
+    from entropix_jax.model.checkpoint import ModelFiles
+    from entropix_jax.model.config import ModelConfig
+    from entropix_jax.model.loading import LanguageModel
     from entropix_jax.model.precision import Precision
     from entropix_jax.sampler.mechanism import Mechanism
     from entropix_jax.sampler.sampler import Sampler
@@ -37,15 +39,16 @@ EXIT_OK, EXIT_USAGE = 0, 2
 # JAX keeps a million small objects for good. Python's default threshold of 700 scans them so often
 # that it takes a quarter of the start-up.
 _GC_THRESHOLD = 50_000
-_DESCRIPTION = "<description>"  # its place in tyro's help
 _EXAMPLE = "\n\nExample:\n"  # begins the last paragraph of a command's docstring: its options
 _WIDEST_HELP = 100
 _OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
-def option(metavar: str) -> Any:
+def option(metavar: str, constructor: Any = str, **settings: Any) -> Any:
     """An option that may be absent. With the constructor, the text "None" is text."""
-    return tyro.conf.arg(metavar=metavar, constructor=str, help_behavior_hint="")
+    return tyro.conf.arg(
+        metavar=metavar, constructor=constructor, help_behavior_hint="", **settings
+    )
 
 
 # Types of options, for the fields of a command's arguments.
@@ -55,20 +58,10 @@ Folder = Annotated[str | None, option("DIR")]
 Model = Annotated[str | None, option("MODEL")]
 Module = Annotated[str | None, option("MODULE")]
 _Weights = Literal["bfloat16", "float32", "int8"]
-_weights: Any = _Weights
-_dtype = tyro.conf.arg(
-    metavar="{bfloat16,float32,int8}",
-    constructor=_weights,
-    help_behavior_hint="",
-    aliases=["--weights"],
-)
-Dtype = Annotated[_Weights | None, _dtype]
 _Activations = Literal["float32", "bfloat16"]
-_activations: Any = _Activations
-_precision = tyro.conf.arg(
-    metavar="{float32,bfloat16}", constructor=_activations, help_behavior_hint=""
-)
-Activations = Annotated[_Activations | None, _precision]
+_weights = option("{bfloat16,float32,int8}", _Weights, aliases=["--weights"])
+Dtype = Annotated[_Weights | None, _weights]
+Activations = Annotated[_Activations | None, option("{float32,bfloat16}", _Activations)]
 Count = Annotated[int, tyro.conf.arg(metavar="N")]
 OptionalCount = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
 Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
@@ -167,34 +160,29 @@ class TextOptions:
 Arguments = TypeVar("Arguments")
 
 
-def parse(
-    arguments: type[Arguments], argv: Sequence[str] | None, prog: str, main_option: str = ""
-) -> Arguments:
+def parse(arguments: type[Arguments], argv: Sequence[str], prog: str) -> Arguments:
     """The command line as an instance of the dataclass `arguments`. `--help` prints and exits.
-
-    `main_option` is named where a text follows no option. UserError if options are
-    unknown, missing or malformed.
-    """
+    UserError if options are unknown, missing or malformed."""
     _document(arguments)
-    out, error = _HelpBuffer(sys.stdout), io.StringIO()
+    error = io.StringIO()
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        with contextlib.redirect_stderr(error):
             parsed, unknown = tyro.cli(
                 arguments,
                 args=argv,
                 prog=prog,
-                description=_DESCRIPTION,
+                description=_describe_command(arguments, prog),
                 config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
                 return_unknown_args=True,
             )
     except SystemExit as exit_:
         if exit_.code in (0, None):
-            print(_layout_help(out.getvalue(), arguments, prog))
             raise
         raise UserError(f"{_first_paragraph(error.getvalue())} (see {prog} --help)") from None
     values = dict(_options(parsed))
-    if unknown and main_option and not unknown[0].startswith("-"):
-        raise UserError(f"'{unknown[0]}' follows no option: give a text as {main_option} TEXT")
+    if unknown and not unknown[0].startswith("-"):
+        hint = "".join(f": give a text as {o} TEXT" for o in ("--prompt", "--text") if o in values)
+        raise UserError(f"'{unknown[0]}' follows no option{hint} (see {prog} --help)")
     if unknown:
         close = difflib.get_close_matches(unknown[0], values, n=1, cutoff=0.7)
         hint = f", did you mean {close[0]}?" if close else ""
@@ -205,43 +193,24 @@ def parse(
     return parsed
 
 
-class _HelpBuffer(io.StringIO):
-    """Collects help that is laid out for another stream: with its encoding, and colours if it is a
-    terminal."""
-
-    encoding = "utf-8"
-
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__()
-        self.encoding = (stream.encoding or "ascii").lower()  # tyro compares it
-        self._stream = stream
-
-    def isatty(self) -> bool:
-        """Whether the other stream is a terminal."""
-        return self._stream.isatty()
-
-
-def _layout_help(text: str, arguments: type, prog: str) -> str:
-    """Returns tyro's help with the description wrapped, and the docstring's example at the end."""
+def _describe_command(arguments: type, prog: str) -> str:
+    """Returns the docstring, wrapped, with its example as a command line."""
     width = min(shutil.get_terminal_size().columns, _WIDEST_HELP)
-    usage, found, options = text.partition(_DESCRIPTION)
-    if not found:  # of another kind, as shell completion is
-        return text.rstrip()
-    description, _, example = inspect.cleandoc(arguments.__doc__ or "").partition(_EXAMPLE)
-    paragraphs = [" ".join(part.split()) for part in description.split("\n\n")]
-    wrapped = [textwrap.fill(part, width, break_on_hyphens=False) for part in paragraphs]
-    usage = textwrap.fill(" ".join(usage.split()), width, subsequent_indent=" " * len("usage: "))
-    last = f"example:\n  {prog} {example.strip()}"
-    return "\n\n".join([usage, *wrapped, options.strip("\n"), last])
+    text, _, example = inspect.cleandoc(arguments.__doc__ or "").partition(_EXAMPLE)
+    # Indented, since tyro joins lines that begin with a letter.
+    wrap = textwrap.TextWrapper(width, subsequent_indent="  ", break_on_hyphens=False)
+    parts = map(wrap.fill, text.split("\n\n"))
+    return "\n\n".join([*parts, f"example:\n  {prog} {example.strip()}"])
 
 
 def _document(arguments: Any) -> None:
-    """Adds the docstrings of fields, as one line each, to their types, where tyro prefers them. It
-    would keep the line breaks of the docstrings."""
-    for told in docstring_parser.parse_from_object(arguments).params:
-        text = " ".join((told.description or "").split())
-        kind = arguments.__annotations__[told.arg_name]
-        arguments.__annotations__[told.arg_name] = Annotated[kind, tyro.conf.arg(help=text)]
+    """Adds the docstrings of fields, own and inherited, as one line each, to their types, where
+    tyro prefers them. It would keep the line breaks of the docstrings."""
+    for owner in filter(is_dataclass, arguments.__mro__):
+        for told in docstring_parser.parse_from_object(owner).params:
+            text = " ".join((told.description or "").split())
+            kind = owner.__annotations__[told.arg_name]
+            owner.__annotations__[told.arg_name] = Annotated[kind, tyro.conf.arg(help=text)]
     for kind in get_type_hints(arguments).values():
         if is_dataclass(kind):
             _document(kind)
@@ -336,14 +305,13 @@ def _print_notes() -> Iterator[None]:
         def print_note(
             message: Warning | str, category: type[Warning], *rest: Any, **named: Any
         ) -> None:
-            if issubclass(category, Note):
-                if (text := str(message)) in told:  # a file may be read again
-                    return
+            text = str(message)
+            if not issubclass(category, Note):
+                show(message, category, *rest, **named)
+            elif text not in told:  # a file may be read again
                 told.add(text)
                 with contextlib.suppress(OSError):  # standard error on a full disk
                     print(f"note: {printable(text)}", file=sys.stderr)
-            else:
-                show(message, category, *rest, **named)
 
         warnings.showwarning = print_note
         yield
@@ -370,6 +338,24 @@ def read_input(name: str, instead: str) -> str:
         return sys.stdin.buffer.read().decode().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"standard input: not UTF-8 at byte {error.start}") from None
+
+
+def read_messages(name: str) -> Any:
+    """The decoded JSON of a file of messages, or of standard input where the name is `-`. UserError
+    as `read_input`, or if it is not JSON."""
+    try:
+        return json.loads(read_input(name, "--prompt"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{name}: not valid JSON: {error}") from None
+
+
+def choose_context(wanted: int | None, config: "ModelConfig", usual: int) -> int:
+    """The cache positions of a row: those wanted, by default the model's, at most `usual`.
+    UserError if the model has fewer than wanted."""
+    positions = config.max_positions
+    if wanted is not None and wanted > positions:
+        raise UserError(f"--context {wanted}: the model has {positions} positions")
+    return wanted or min(positions, usual)
 
 
 def print_json(value: Any) -> None:

@@ -17,11 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from entropix_jax.engine.decode import answer, decode_here
 from entropix_jax.engine.memory import check_cache
-from entropix_jax.engine.packed import Packed
 from entropix_jax.engine.preparation import DECODE_WINDOW, MAX_STEPS, bucket
-from entropix_jax.engine.programs import CompileError, Programs
+from entropix_jax.engine.programs import CompileError, Programs, decode_for_backend
 from entropix_jax.engine.prompts import PromptReader
 from entropix_jax.engine.records import outcomes
 from entropix_jax.engine.results import Event, Request, Row
@@ -30,6 +28,7 @@ from entropix_jax.engine.running import RunningRow, check_request
 from entropix_jax.engine.slots import (
     Arrival,
     Layout,
+    answer,
     emptied,
     empty_slots,
     insert,
@@ -38,14 +37,19 @@ from entropix_jax.engine.slots import (
     park,
     widen,
 )
-from entropix_jax.engine.state import FINISHED_STOP, DecodeState, Recording, StepRecord
+from entropix_jax.engine.state import (
+    STOPPED,
+    DecodeState,
+    Program,
+    Recording,
+    StepRecord,
+)
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.model.mesh import DATA, check_mesh
-from entropix_jax.sampler.mechanism import Mechanism
-from entropix_jax.sampler.mechanisms.branch import MAX_WIDTH
+from entropix_jax.sampler.settings import MAX_WIDTH, Parts
 
-_LOOK_SECONDS = 0.1  # how often the host would like to look, for a stream that flows
-# One in so many slots may be empty before the device returns for the next row.
+_LOOK_SECONDS = 0.1  # target time between two reads by the host
+# Slots for each one that may be empty before the device returns for the next row.
 _SLOTS_PER_EMPTY = 16
 _SLOTS_PER_LANE = 6  # where rows may fork
 _MANY_TOKENS = 64  # of a row that will probably fork before its end
@@ -53,7 +57,7 @@ _MOST_IDLE = 8  # chunks in a row that make no step; more is a defect
 
 
 def shared_lanes(slots: int, needed: int = MAX_WIDTH - 1) -> int:
-    """The lanes of so many slots, where a row needs so many: by default, for the widest fork."""
+    """Returns the lanes for `slots` slots if a row needs `needed`, by default the most."""
     return max(needed, slots // _SLOTS_PER_LANE)
 
 
@@ -64,7 +68,7 @@ class _Chunk:
     steps: int
     rows: tuple[RunningRow | None, ...]
     layout: Layout
-    records: Packed  # a `StepRecord`
+    records: StepRecord
     forked: jax.Array  # bool, whether the steps after these need the lanes
 
 
@@ -98,7 +102,7 @@ class Engine:
             keep: the caches outlive a run, and memory is held for them: a row reads only what its
                 slot has not cached of a row before. Its last digits then depend on that row.
             background: programs compile in a thread, on one device. A row is held until its
-                programs are there, and a row that outgrows those is parked, while the others go on.
+                programs are there, and a row that outgrows those is parked. The others continue.
                 The last digits of a row then depend on the rows next to it.
 
         Raises:
@@ -118,11 +122,10 @@ class Engine:
         self._keep = keep
         self._programs = Programs() if background and model.rules is None else None
         self._failed: dict[RunningRow, str] = {}  # errors of rows whose programs failed to compile
-        self._used: frozenset[str] = frozenset()  # mechanisms that the decode steps contain
+        self._parts = Parts(())  # what the decode steps are made of
         self._reading: list[int] = []  # slots whose texts are read part by part
         self._fitting_window = 0  # of the last steps, where programs compile in the background
         self._used_sets: set[frozenset[str]] = set()  # of all programs that were requested
-        self._mechanisms: tuple[Mechanism, ...] = ()
         self._roster = Roster(model, slots, capacity)
         self._reader = PromptReader(
             model,
@@ -181,7 +184,7 @@ class Engine:
         position: int | None = None,
         max_new_tokens: int | None = None,
     ) -> list[Row]:
-        """Forks a row of the run in progress: so many new ones begin as it does, and it goes on.
+        """Forks a row of the run in progress: `number` new rows begin as it does. It continues.
 
         They take free slots before any request that waits. Their ids are the row's with ".1", ".2",
         and so on, so each has random numbers of its own.
@@ -196,8 +199,8 @@ class Engine:
         return self._roster.fork(row, number, position, max_new_tokens)
 
     def rewind(self, row: Row, position: int) -> None:
-        """Retracts the tokens of a row from a position on, and has it go on from there with other
-        random numbers. It may have ended. No event tells of it.
+        """Retracts the tokens of a row from a position on. It continues from there with other
+        random numbers, even if it has ended. No event reports this.
 
         Raises:
             UserError: as `fork`.
@@ -206,7 +209,7 @@ class Engine:
 
     def force(self, row: Row, tokens: Sequence[int], *, action: str = "inject") -> None:
         """Forces tokens on a row that has not ended, after its last token so far and in place of
-        any forced before that are not there yet. They carry an `action`, the name of a mechanism.
+        any forced before that it has not reached. They carry an `action`, the name of a mechanism.
 
         Raises:
             UserError: see `check_place`; more tokens than the budget has left, an id that is no
@@ -232,8 +235,8 @@ class Engine:
         Args:
             requests: fetched one by one, when a slot is free or soon will be. A `Row` is a request
                 whose row the caller made; one with tokens, of a run that recorded their states,
-                goes on from them. None is "none for now" while rows run; where none runs it ends
-                the run, so a source that waits for more blocks there.
+                continues after them. None means that no request is available yet. If no row
+                runs, it ends the run, so a source that waits for more requests blocks then.
             between: called before each chunk of steps, after all events of those before.
 
         Raises:
@@ -246,7 +249,7 @@ class Engine:
             return
         self._chunk_steps = 1
         kept, self._kept = self._kept, None
-        if kept is None or first.request.sampler.mechanisms != self._mechanisms:
+        if kept is None or first.request.sampler.mechanisms != self._parts.mechanisms:
             kept = None  # its memory is free before more is allocated
             self._begin(first)
         else:
@@ -267,13 +270,14 @@ class Engine:
     def _begin(self, first: RunningRow) -> None:
         """Begins with slots that have cached nothing."""
         sampler = first.request.sampler
-        self._mechanisms, self._used = sampler.mechanisms, frozenset()
+        self._parts = Parts(sampler.mechanisms)
         self._layout = replace(self._layout, lanes=self._lanes_for(first))
         self._check_cache(self._layout.lanes)
         self._state = empty_slots(
             self._model.config,
             self._layout,
-            replace(sampler.settings, used=frozenset()),
+            sampler.settings,
+            mechanisms=sampler.mechanisms,
             capacity=self._capacity,
             dtype=self._model.precision.activations,
             rules=self._model.rules,
@@ -379,16 +383,18 @@ class Engine:
         return None
 
     def _insert(self, slot: int, row: RunningRow, cached: int = 0) -> None:
-        """Puts a row into a slot that has cached so much of its text."""
+        """Puts a row into a slot that has cached the first `cached` tokens of its text."""
         row.row.started = row.row.started or time.perf_counter()
         row.moved = False
         row.cached = cached
-        self._used |= row.request.sampler.settings.used
+        self._parts = self._with(row.request.sampler.parts.used)
         arrival = self._arrival(row, cached)
         if (lanes := self._lanes_for(row)) > self._layout.lanes:
             self._state = widen(self._state, self._layout, lanes)
             self._layout = replace(self._layout, lanes=lanes)
-        self._state = insert(self._state, self._number(slot), arrival)
+        self._state = insert(
+            self._state, self._number(slot), arrival, mechanisms=self._parts.mechanisms
+        )
 
     def _number(self, slot: int) -> Any:
         """The row of the state that is the slot. NumPy, as all that programs are given: to make it
@@ -405,7 +411,7 @@ class Engine:
         return shared_lanes(self._layout.slots // self._layout.shards, needed)
 
     def _check_cache(self, lanes: int) -> None:
-        """UserError unless the slots and so many lanes of each shard fit into memory."""
+        """UserError unless the slots and `lanes` lanes of each shard fit into memory."""
         check_cache(
             self._model.config,
             self._model.precision,
@@ -428,12 +434,12 @@ class Engine:
             prompt_length=np.int32(len(request.prompt)),
             cached=np.int32(cached),
             budget=np.int32(row.budget),
-            key=row.key,
+            keys=row.key,
             asks_for_text=np.bool_(request.retrieve is not None),
             asks_for_choice=np.bool_(request.ask is not None),
-            settings=replace(settings, used=frozenset()),
+            settings=settings,
             eos_ids=padded_ids(row.end_ids),
-            tally=row.tally(self._mechanisms),
+            tally=row.tally(self._parts.mechanisms),
             forwards=np.int32(row.forwards),
         )
 
@@ -445,7 +451,8 @@ class Engine:
 
         def compile_decode(lanes: bool) -> None:
             with suppress(Exception):
-                decode_here().lower(*arguments, **static | {"lanes": lanes}).compile()
+                lanes_too = replace(static["program"], lanes=lanes)
+                decode_for_backend().lower(*arguments, **static | {"program": lanes_too}).compile()
 
         # Compiled already; on a mesh the layouts of the arguments are not known yet.
         if self.steps or self._model.rules is not None or self._programs is not None:
@@ -487,21 +494,18 @@ class Engine:
             self._compiling.join()
             self._compiling = None
         if self._programs is None:
-            state, records, forked = decode_here()(*arguments, **static)
+            state, records, forked = decode_for_backend()(*arguments, **static)
         else:
-            program = self._programs.get(self._key(self._used, static["window"], self._forked))
+            program = self._programs.get(self._key(static["program"]))
             state, records, forked = program(*arguments)
-        self._state = _with_used(state, frozenset())
+        self._state = state
         return _Chunk(steps, tuple(self._roster.slots), self._layout, records, forked)
 
     def _decode_arguments(
-        self,
-        state: DecodeState,
-        used: frozenset[str] | None = None,
-        window: int | None = None,
+        self, state: DecodeState, program: Program | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of `decode` for the next chunk: traced ones, and static ones."""
-        used = self._used if used is None else used
+        """The arguments of `decode`, traced ones and static ones: for the next chunk, if no other
+        `program` is given."""
         number, waits = self._layout.slots, bool(self._roster.waiting)
         if self._programs is not None:  # without free slots for held rows, and parked rows
             number = sum(
@@ -512,16 +516,14 @@ class Engine:
         fewest = number + 1 - max(number // _SLOTS_PER_EMPTY, 1) if waits else 1
         traced = (
             self._model.params,
-            _with_used(state, used),
+            state,
             np.int32(self._chunk_steps),
             np.int32(fewest),
         )
         static = {
             "config": self._model.config,
-            "window": self._window() if window is None else window,
             "max_steps": MAX_STEPS,
-            "recording": self._recording,
-            "lanes": self._forked,
+            "program": program or self._program(self._window(), self._forked),
         }
         return traced, static
 
@@ -537,15 +539,24 @@ class Engine:
     def _window_of(self, length: int) -> int:
         return min(bucket(length, DECODE_WINDOW), self._capacity)
 
+    def _with(self, used: frozenset[str]) -> Parts:
+        """What steps are made of that contain these mechanisms, too."""
+        return replace(self._parts, used=self._parts.used | used)
+
+    def _program(self, window: int, lanes: bool, used: frozenset[str] | None = None) -> Program:
+        """The program of steps, by default of what the rows use."""
+        parts = self._parts if used is None else replace(self._parts, used=used)
+        return Program(parts, window, self._recording, lanes)
+
     # Programs that compile in the background
 
-    def _key(self, used: frozenset[str], window: int, lanes: bool) -> tuple[Any, ...]:
-        return "decode", used, window, lanes, self._layout
+    def _key(self, program: Program) -> tuple[Any, ...]:
+        return "decode", program, self._layout
 
     def _needs(self, *more: RunningRow) -> tuple[frozenset[str], bool]:
         """The mechanisms of the running rows and of some more, and whether the rows may fork."""
         rows = [row for row in (*self._roster.slots, *more) if row is not None and row.running]
-        used = (row.request.sampler.settings.used for row in rows)
+        used = (row.request.sampler.parts.used for row in rows)
         forks = self._forked or any(lanes_for(row.request.sampler) for row in rows)
         return frozenset().union(*used), forks
 
@@ -558,7 +569,10 @@ class Engine:
             mechanisms
             for mechanisms in self._used_sets
             if used <= mechanisms
-            and all(self._key(mechanisms, window, each) in self._programs for each in lanes)
+            and all(
+                self._key(self._program(window, each, mechanisms)) in self._programs
+                for each in lanes
+            )
         ]
         return min(fitting, key=lambda each: (len(each), sorted(each)), default=None)
 
@@ -566,13 +580,13 @@ class Engine:
         """Has the programs of such rows compiled; for `when` see `Programs.request`."""
         assert self._programs is not None
         self._used_sets.add(used)
-        traced, static = self._decode_arguments(self._state, used, window)
         for lanes in (False, True) if forks else (False,):
             name = f"steps of {window} positions{' with forks' if lanes else ''}"
             name += f" ({', '.join(sorted(used)) or 'plain'})"
-            key = self._key(used, window, lanes)
-            options = static | {"lanes": lanes}
-            self._programs.request(key, name, decode_here(), traced, options, **when)
+            program = self._program(window, lanes, used)
+            traced, static = self._decode_arguments(self._state, program)
+            key = self._key(program)
+            self._programs.request(key, name, decode_for_backend(), traced, static, **when)
 
     def _has_programs(self, row: RunningRow) -> bool:
         """Whether the row can run next to those that run, now; requests what is missing."""
@@ -585,8 +599,8 @@ class Engine:
         try:
             ready = self._reader.request(self._state, self._layout, row)
             if self._compiled(used, window, forks) is None:
-                # With those of the current program: one serves whichever of these rows meet.
-                self._request(used | self._used, window, forks)
+                # With those of the current program: one program serves all these rows.
+                self._request(used | self._parts.used, window, forks)
                 ready = False
         except CompileError as error:
             self._failed[row] = str(error)
@@ -612,19 +626,19 @@ class Engine:
         needed = window = self._window_of(max(lengths))
         if self._compiled(used, needed, forks) is None:
             try:
-                self._request(used | self._used, needed, forks, urgent=True)
+                self._request(used | self._parts.used, needed, forks, urgent=True)
             except CompileError as error:
                 longest = [row for row in rows if self._window_of(row.length) == needed]
                 self._failed |= dict.fromkeys(longest, str(error))
         elif any(row.length + row.remaining > needed for row in rows):
             following = self._window_of(needed + 1)
             if self._compiled(used, following, forks) is None:
-                self._request(used | self._used, following, forks, ahead=True)
+                self._request(used | self._parts.used, following, forks, ahead=True)
         while (chosen := self._compiled(used, window, forks)) is None or window < min(lengths):
             if window <= DECODE_WINDOW:
                 return False
             window = self._window_of(window // 2)
-        self._used, self._fitting_window = chosen, window
+        self._parts, self._fitting_window = replace(self._parts, used=chosen), window
         return True
 
     def _with_answers(self, state: DecodeState) -> DecodeState:
@@ -647,14 +661,13 @@ class Engine:
                 jnp.asarray(padded),
                 jnp.int32(len(tokens)),
                 jnp.int32(action),
-                jnp.int32(max(row.request.sampler.values["inject.cooldown"], 1)),
             )
-        ended = np.zeros(state.finish.shape, bool)
+        ended = np.zeros(state.status.shape, bool)
         for slot, row in enumerate(self._roster.slots):
             reason = None if row is None else row.row.finish_reason
             ended[self._layout.numbers[slot]] = reason in ("stop", "error", "cancelled")
         if ended.any():
-            state = replace(state, finish=jnp.where(ended, FINISHED_STOP, state.finish))
+            state = replace(state, status=jnp.where(ended, STOPPED, state.status))
         return state
 
     # Read back
@@ -662,8 +675,7 @@ class Engine:
     def _read_back(self, chunk: _Chunk) -> Generator[Event, None, bool]:
         """Applies a chunk's outcomes to its rows. Returns whether it made a step at all."""
         asked = time.perf_counter()
-        packed, forked = jax.device_get((chunk.records, chunk.forked))
-        records: StepRecord = packed.unpack()
+        records, forked = jax.device_get((chunk.records, chunk.forked))
         if self._unpaced:  # it was ready long ago: nobody asked for it meanwhile
             self._unpaced -= 1
         else:
@@ -672,7 +684,7 @@ class Engine:
         self.steps += int(records.live.any(axis=-1).sum())
         numbers = [0 if row is None else row.row.number for row in chunk.rows]
         decode_text = self._model.tokenizer.decode_within
-        actions = [mechanism.name for mechanism in self._mechanisms]
+        actions = [mechanism.name for mechanism in self._parts.mechanisms]
         for outcome in outcomes(
             chunk.layout, numbers, actions, records, self._recording, decode_text
         ):
@@ -692,9 +704,3 @@ class Engine:
             self._chunk_steps = min(2 * self._chunk_steps, MAX_STEPS)
         elif waited > self._look:
             self._chunk_steps = max(self._chunk_steps // 2, 1)
-
-
-def _with_used(state: DecodeState, used: frozenset[str]) -> DecodeState:
-    """The state with the mechanisms that a step contains. Only `decode` depends on them, so that
-    another sampler compiles no other program anew."""
-    return replace(state, settings=replace(state.settings, used=used))

@@ -1,7 +1,7 @@
-"""Forks: a row goes on as several branches, side by side with all other rows, and then as the best.
+"""Forks: a row continues as several branches in the same batch, and then as the best of them.
 
-The first branch runs in the row's own slot, the others in lanes, rows of the batch beside its
-slots. A row that wants to fork waits until there is a lane for each: rows that have waited longest
+The first branch runs in the row's own slot, the others in lanes, additional rows of the
+batch. A row that wants to fork waits until there is a lane for each: rows that have waited longest
 come first, so none starves, and none forks narrower than alone. A branch that has ended keeps its
 lane until the last one has; a fork needs no further lanes once it has begun, so all forks end.
 """
@@ -10,82 +10,73 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from entropix_jax.engine.state import (
     BRANCH_ENDED,
-    FINISHED_STOP,
     FORKS,
     RUNNING,
+    STOPPED,
     WAITS_FOR_CHOICE,
     DecodeState,
-    finish_of,
+    Joined,
+    status_after,
 )
 from entropix_jax.model.mesh import local_index
 from entropix_jax.model.write import copy_runs
 from entropix_jax.sampler.context import where_rows
-from entropix_jax.sampler.history import with_token
-from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH, MAX_WIDTH, goes_on, score
-from entropix_jax.sampler.state import Rows, Step
-from entropix_jax.sampler.step import Choice
+from entropix_jax.sampler.regimes import HEHV, LEHV
+from entropix_jax.sampler.settings import MAX_WIDTH, Parts, SamplerSettings
+from entropix_jax.sampler.state import Choice, Step, with_token
 
-_BLOCK = MAX_DEPTH  # positions that are copied at once; larger blocks take long to compile
+_BLOCK = 32  # positions that are copied at once; larger blocks take long to compile
 
-# What a branch needs of its row besides cache and tally. It asks the host nothing and goes back
-# nowhere.
+# Fields that a branch copies from its row, besides cache and tally. It neither asks the host nor
+# rewinds.
 _COPIED = "history confidences prompt_length budget keys settings eos_ids fork unsound".split()
 
 
-@struct.dataclass
-class Joined:
-    """The forks that ended in a step; see `StepRecord` for the fields, all [B]."""
-
-    joins: jax.Array
-    best: jax.Array
-    committed: jax.Array
-    scores: jax.Array
-    ambiguous: jax.Array
-
-
 def is_forked(state: DecodeState) -> jax.Array:
-    """Whether each row waits for lanes, or is a branch with others beside it: bool [P]."""
-    alive = (state.finish == RUNNING) | (state.finish == BRANCH_ENDED)
-    return (state.finish == FORKS) | (alive & (state.fork.branch >= 0) & (state.fork.width > 1))
+    """Whether each row waits for lanes, or is one of several branches: bool [P]."""
+    alive = (state.status == RUNNING) | (state.status == BRANCH_ENDED)
+    branches = alive & (state.fork.branch >= 0) & (state.fork.width > 1)
+    return ((state.status == FORKS) | branches) & ~state.parked
 
 
 def free_lanes(state: DecodeState) -> DecodeState:
     """Frees the lanes of rows that the host has ended."""
-    parent = local_index(state.fork.parent, state.finish.shape[0])
-    stopped = jnp.take(state.finish, parent, mode="clip") == FINISHED_STOP
+    parent = local_index(state.fork.parent, state.status.shape[0])
+    stopped = jnp.take(state.status, parent, mode="clip") == STOPPED
     return _leave(state, stopped & (state.fork.branch >= 0))
 
 
-def want_fork(state: DecodeState, step: Step) -> DecodeState:
+def want_fork(state: DecodeState, step: Step, parts: Parts) -> DecodeState:
     """Notes the forks that a step of the sampler wants. One with a single branch begins at once."""
-    wants, log_probs = step.forks, step.context.log_probs
+    if not parts.acts:
+        return state
+    wants = step.forks
     new = replace(
         state.fork,
         width=step.width,
         waited=jnp.zeros_like(step.width),
         candidates=step.candidates,
-        logprobs=jnp.take_along_axis(log_probs, step.candidates, axis=1),
+        scores=jnp.take_along_axis(step.scored, step.candidates, axis=1),
         start=step.rows.length,
         forwards=state.forwards,
-        tally=step.tally,
+        tally=step.tally_before,
     )
     state = replace(
         state,
         fork=where_rows(wants, new, state.fork),
-        finish=jnp.where(wants, FORKS, state.finish),
+        status=jnp.where(wants, FORKS, state.status),
     )
     return _begin(state, wants & (step.width == 1), jnp.zeros_like(step.width))
 
 
 def start_forks(state: DecodeState) -> DecodeState:
     """Forks the rows that wait, as far as there are free lanes."""
-    batch = state.finish.shape[0] - state.lanes
-    waits = state.finish[:batch] == FORKS
-    free = state.finish[batch:] == FINISHED_STOP
+    batch = state.status.shape[0] - state.lanes
+    waits = (state.status[:batch] == FORKS) & ~state.parked[:batch]
+    free = state.status[batch:] == STOPPED
 
     # Which rows: first come, first served.
     order = jnp.argsort(jnp.where(waits, -state.fork.waited[:batch], 1), stable=True)
@@ -106,8 +97,8 @@ def start_forks(state: DecodeState) -> DecodeState:
 
     # What they are given: a copy of all that the row is. The cache is copied in a loop, which
     # changes it in place; a condition would copy all of it.
-    used = jnp.where(lane < number, target, state.finish.shape[0])
-    place = jnp.arange(state.finish.shape[0], dtype=jnp.int32)
+    used = jnp.where(lane < number, target, state.status.shape[0])
+    place = jnp.arange(state.status.shape[0], dtype=jnp.int32)
     origin = place.at[used].set(source, mode="drop")
     tally, rest = jax.tree.map(
         lambda x: jnp.take(x, origin, axis=0),
@@ -129,48 +120,66 @@ def start_forks(state: DecodeState) -> DecodeState:
 
 
 def grow(
-    state: DecodeState, choice: Choice, rows: Rows, last: jax.Array
+    state: DecodeState, choice: Choice, step: Step, last: jax.Array, parts: Parts
 ) -> tuple[DecodeState, jax.Array]:
     """Adds the evaluated token of each branch, `last[P]`, to its score. Returns also which branches
     end there, bool [P]."""
-    fork, metrics = state.fork, choice.observation.metrics
+    if not parts.acts:
+        return state, jnp.zeros(last.shape, bool)
+    fork, rows, seen = state.fork, step.rows, choice.observation
+    own = state.settings.own["branch"]
     grows = rows.running & (rows.branch >= 0)
-    depth = rows.length - fork.start
+    is_certain = (seen.regime != LEHV) & (seen.regime != HEHV)
     ends = (
         ~choice.finite
         | jnp.any(last[:, None] == state.eos_ids, axis=-1)
         | (rows.remaining <= 0)
-        | ~goes_on(choice.observation, depth, state.settings)
+        | (rows.length - fork.start >= own.depth)
+        | (own.until.by_regime & is_certain)
+        | jnp.take_along_axis(own.until.of_token, last[:, None], axis=1)[:, 0]
     )
-    terms = jnp.stack([fork.logprob, metrics.entropy, metrics.varentropy], axis=-1)
+    logprob = jnp.take_along_axis(step.scored, choice.token[:, None], axis=1)[:, 0]
+    terms = jnp.stack([fork.logprob, seen.metrics.entropy, seen.metrics.varentropy], axis=-1)
     fork = replace(
         fork,
-        logprob=jnp.where(grows, choice.logprob, fork.logprob),
+        logprob=jnp.where(grows, logprob, fork.logprob),
         sums=jnp.where(grows[:, None], fork.sums + terms, fork.sums),
         failed=fork.failed | (grows & ~choice.finite),
     )
     return replace(state, fork=fork), grows & ends
 
 
-def join_forks(state: DecodeState) -> tuple[DecodeState, Joined]:
+def _score(sums: jax.Array, depth: jax.Array, settings: SamplerSettings) -> jax.Array:
+    """Returns the score of branches of `depth[B]` tokens: float32 [B], nats. `sums[B, 3]` are the
+    float32 sums of log p (nats), h (bits) and u (bits^2)."""
+    own = settings.own["branch"]
+    logprob, entropy, varentropy = (sums / jnp.maximum(depth, 1)[:, None].astype(jnp.float32)).T
+    scores: jax.Array = logprob - own.entropy_weight * entropy - own.varentropy_weight * varentropy
+    return scores
+
+
+def join_forks(state: DecodeState, parts: Parts) -> tuple[DecodeState, Joined]:
     """Puts the best branch of each fork whose branches have all ended into the row's place.
 
     A row whose choice is ambiguous, and that asks, goes back to where it was forked and waits for
     the host instead; one that commits the first token alone goes back and is forced to take it.
     """
-    places = state.finish.shape[0]
+    places = state.status.shape[0]
+    if not parts.acts:
+        no, zero = jnp.zeros(places, bool), jnp.zeros(places, jnp.int32)
+        return state, Joined(no, zero, zero, jnp.zeros((places, MAX_WIDTH), jnp.float32), no)
     batch, fork = places - state.lanes, state.fork
     slots = jnp.arange(batch, dtype=jnp.int32)
     is_branch = fork.branch >= 0
-    # A slot has its own row's first branch. Without lanes a row's number is not its index.
+    # A slot holds its own row's first branch. Without lanes `parent` is not a local index.
     parent = local_index(fork.parent, places).at[:batch].set(slots)
     mine = is_branch[None] & (parent[None] == slots[:, None])  # [B, P]
-    open_ = mine & (state.finish != BRANCH_ENDED)[None]
+    open_ = mine & ((state.status != BRANCH_ENDED) | state.parked)[None]
     joins = jnp.any(mine, axis=1) & ~jnp.any(open_, axis=1)
 
     # Scores, by row and branch.
     depth = state.cache.length - fork.start
-    scored = jnp.where(fork.failed, -jnp.inf, score(fork.sums, depth, state.settings))
+    scored = jnp.where(fork.failed, -jnp.inf, _score(fork.sums, depth, state.settings))
     number = jnp.arange(MAX_WIDTH, dtype=jnp.int32)[None, :]
     at = mine[:, None] & (fork.branch[None] == number.T)[None]  # [B, W, P]
     scores = jnp.max(jnp.where(at, scored[None, None], -jnp.inf), axis=-1)
@@ -185,7 +194,7 @@ def join_forks(state: DecodeState) -> tuple[DecodeState, Joined]:
     evaluated = jnp.sum(jnp.where(mine, depth[None], 0), axis=1)
     depth = depth[winner]
 
-    # What becomes of the row.
+    # The row's new state.
     waits = joins & ambiguous & state.asks_for_choice[:batch]
     whole = joins & ~waits & (own.commit_all | (depth == 1))
     forced = joins & ~waits & ~whole
@@ -193,12 +202,12 @@ def join_forks(state: DecodeState) -> tuple[DecodeState, Joined]:
 
     fork = state.fork
     tally = where_rows(whole, *jax.tree.map(lambda x: x[:batch], (state.sampler.tally, fork.tally)))
-    branch = tally.own["branch"]
+    branch = tally.states["branch"]
     tally = replace(
         tally,
         queued=jnp.where(forced, 1, tally.queued),
-        queue_action=jnp.where(forced, state.settings.action("branch"), tally.queue_action),
-        own={**tally.own, "branch": replace(branch, forwards=branch.forwards + evaluated)},
+        queue_action=jnp.where(forced, parts.action("branch"), tally.queue_action),
+        states={**tally.states, "branch": replace(branch, forwards=branch.forwards + evaluated)},
     )
     start, history = fork.start[:batch], state.history[:batch]
     chosen = jnp.take_along_axis(fork.candidates[:batch], best[:, None], axis=1)[:, 0]
@@ -206,8 +215,8 @@ def join_forks(state: DecodeState) -> tuple[DecodeState, Joined]:
     end = start + jnp.where(whole, depth, 0)
     last = jnp.take_along_axis(history, jnp.maximum(end - 1, 0)[:, None], axis=1)[:, 0]
     left = state.budget[:batch] - (end - state.prompt_length[:batch])
-    finish = finish_of(left, last, state.eos_ids[:batch])
-    finish = jnp.where(waits, WAITS_FOR_CHOICE, jnp.where(forced, RUNNING, finish))
+    status = status_after(left, last, state.eos_ids[:batch])
+    status = jnp.where(waits, WAITS_FOR_CHOICE, jnp.where(forced, RUNNING, status))
 
     def put(all_: jax.Array, new: jax.Array) -> jax.Array:
         return all_.at[:batch].set(where_rows(joins, new, all_[:batch]))
@@ -216,16 +225,21 @@ def join_forks(state: DecodeState) -> tuple[DecodeState, Joined]:
         state,
         # The last token is not cached: the next step reads it.
         cache=replace(state.cache, length=put(state.cache.length, end - 1)),
-        history=put(state.history, with_token(state.history[:batch], target, chosen)),
+        history=put(state.history, jax.vmap(with_token)(state.history[:batch], target, chosen)),
         sampler=replace(state.sampler, tally=jax.tree.map(put, state.sampler.tally, tally)),
         fork=replace(fork, branch=put(fork.branch, jnp.full_like(best, -1))),
         forwards=put(state.forwards, fork.forwards[:batch] + evaluated),
-        finish=put(state.finish, finish),
+        status=put(state.status, status),
     )
     over = is_branch & jnp.take(joins, parent, mode="clip")
     state = _leave(state, over & (jnp.arange(places, dtype=jnp.int32) >= batch))
     committed = jnp.where(whole, depth, 0)
-    return state, Joined(joins, best, committed, scores, ambiguous)
+
+    def fill(rows: jax.Array) -> jax.Array:
+        """[B, ...] as [P, ...], 0 in the lanes."""
+        return jnp.pad(rows, [(0, places - batch), *[(0, 0)] * (rows.ndim - 1)])
+
+    return state, jax.tree.map(fill, Joined(joins, best, committed, scores, ambiguous))
 
 
 def _begin(state: DecodeState, begins: jax.Array, branch: jax.Array) -> DecodeState:
@@ -233,12 +247,12 @@ def _begin(state: DecodeState, begins: jax.Array, branch: jax.Array) -> DecodeSt
     fork = state.fork
     token, logprob = (
         jnp.take_along_axis(x, branch[:, None], axis=1)[:, 0]
-        for x in (fork.candidates, fork.logprobs)
+        for x in (fork.candidates, fork.scores)
     )
     target = jnp.where(begins, fork.start, state.history.shape[1])
     return replace(
         state,
-        history=with_token(state.history, target, token),
+        history=jax.vmap(with_token)(state.history, target, token),
         fork=replace(
             fork,
             branch=jnp.where(begins, branch, fork.branch),
@@ -246,7 +260,8 @@ def _begin(state: DecodeState, begins: jax.Array, branch: jax.Array) -> DecodeSt
             sums=jnp.where(begins[:, None], 0.0, fork.sums),
             failed=fork.failed & ~begins,
         ),
-        finish=jnp.where(begins, RUNNING, state.finish),
+        status=jnp.where(begins, RUNNING, state.status),
+        parked=state.parked & ~begins,
     )
 
 
@@ -255,7 +270,7 @@ def _leave(state: DecodeState, lanes: jax.Array) -> DecodeState:
     return replace(
         state,
         fork=replace(state.fork, branch=jnp.where(lanes, -1, state.fork.branch)),
-        finish=jnp.where(lanes, FINISHED_STOP, state.finish),
+        status=jnp.where(lanes, STOPPED, state.status),
     )
 
 
@@ -264,15 +279,15 @@ def _take_winners(state: DecodeState, takes: jax.Array, winner: jax.Array) -> De
     if not state.lanes:
         return state
     batch = takes.shape[0]
-    place = jnp.arange(state.finish.shape[0], dtype=jnp.int32)
+    place = jnp.arange(state.status.shape[0], dtype=jnp.int32)
     origin = place.at[:batch].set(jnp.where(takes, winner, place[:batch]))
     own = (state.history, state.confidences, state.sampler.tally, state.unsound)
     history, confidences, tally, unsound = jax.tree.map(lambda x: jnp.take(x, origin, axis=0), own)
     rows = jnp.nonzero(takes, size=state.lanes, fill_value=0)[0].astype(jnp.int32)
 
     lanes, start = winner[rows], state.fork.start[rows]
-    # What a branch has is at most one block.
-    cache = copy_runs(state.cache, jnp.sum(takes), lanes, rows, start, start + _BLOCK, block=_BLOCK)
+    end = state.cache.length[lanes]
+    cache = copy_runs(state.cache, jnp.sum(takes), lanes, rows, start, end, block=_BLOCK)
     sampler = replace(state.sampler, tally=tally)
     state = replace(state, history=history, confidences=confidences, unsound=unsound)
     return replace(state, cache=cache, sampler=sampler)

@@ -29,18 +29,19 @@ class Generation:
         requests: Sequence[Request],
         *,
         recording: Recording | None = None,
+        engine: Engine | None = None,
     ) -> None:
         """Checks everything that can be checked before anything is computed. `recording` is what
-        each token's record holds besides the usual. UserError if there is no request,
-        `check_request` refuses one, the recording does not fit the model, or one row does not fit
-        into memory."""
+        each token's record holds besides the usual. `engine` is the engine to run on, with its own
+        recording; None: a new one. UserError if there is no request, `check_request` refuses one,
+        the recording does not fit the model, or one row does not fit into memory."""
         if not requests:
             raise UserError("there is nothing to generate: no request")
         recording = recording or Recording()
         check_recording(model, recording)
         longest = max(len(one.prompt) + check_request(model, one) for one in requests)
         capacity = bucket(longest, MIN_CAPACITY)
-        self._engine = Engine(
+        self._engine = engine or Engine(
             model,
             slots=_count_slots(model, len(requests), capacity),
             capacity=capacity,
@@ -48,10 +49,11 @@ class Generation:
         )
         first = requests[0]
         several = any(request.prompt != first.prompt for request in requests)
+        told = header(model, first.sampler, first.prompt, seed=first.seed, messages=first.messages)
         self.timings: dict[str, float] = {}
         self.rows = Rows(
             (Row(request, number=number) for number, request in enumerate(requests)),
-            None if several else header(model, first.sampler, first.prompt, seed=first.seed),
+            None if several else told,
             self.timings,
         )
         self._start = time.perf_counter()

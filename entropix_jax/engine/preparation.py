@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from entropix_jax.sampler.calibration import (
 )
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.sampler import Sampler
-from entropix_jax.sampler.settings import SamplerSettings
+from entropix_jax.sampler.settings import Parts, SamplerSettings
 
 PREFILL_WINDOW = 128  # cache positions that are read with several tokens, at least
 # Cache positions that a step reads, at least: each number is a program of its own.
@@ -26,7 +27,7 @@ DECODE_WINDOW = 512
 MIN_CAPACITY = 256  # cache positions of a row, at least
 MAX_PREFILL = 512  # most tokens of a prompt that are read in one call
 MAX_STEPS = 32  # most steps between two looks of the host
-MAX_TOP = 1024  # of the likeliest tokens in a record
+MAX_TOP = 1024  # of the most likely tokens in a record
 _MIN_CHUNK = 16
 _SCORES_BYTES = 1 << 28  # most memory for one layer's attention scores in one call
 
@@ -40,6 +41,9 @@ class CalibratedSampler:
     sampler: Sampler  # its percentiles resolved
     settings: SamplerSettings  # the same as arrays, of one row
     calibration: Calibration  # the tables that resolved it
+    # Names of other samplers' mechanisms to compile into the step, so that these samplers share
+    # one program.
+    others: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -50,6 +54,12 @@ class CalibratedSampler:
     def values(self) -> Mapping[str, Any]:
         """All settings, read-only."""
         return self.sampler.values
+
+    @cached_property
+    def parts(self) -> Parts:
+        """What its compiled step is made of."""
+        own = self.sampler.parts(self.settings)
+        return replace(own, used=own.used | self.others)
 
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
@@ -76,9 +86,9 @@ def chunk_size(config: ModelConfig, length: int, batch: int, largest: int) -> in
 
 
 def check_recording(model: LanguageModel, recording: Recording) -> None:
-    """Refuses (UserError) to record more of the likeliest tokens than there are, or than memory is
-    kept for."""
-    asked = f"the {recording.top} likeliest tokens are asked for"
+    """Refuses (UserError) to record more of the most likely tokens than there are, or than memory
+    is kept for."""
+    asked = f"the {recording.top} most likely tokens are asked for"
     if recording.top > MAX_TOP:
         raise UserError(f"{asked}, at most {MAX_TOP} are possible")
     if not 0 <= recording.top <= model.config.vocab_size:
@@ -164,7 +174,7 @@ def start_of_text(model: LanguageModel) -> list[int]:
     if start := tokenizer.encode("", add_bos=True):
         return start
     named = (tokenizer.named_token_id(name) for name in ("bos_token", "eos_token"))
-    found = [i for i in (*named, *model.generation.eos_ids) if i is not None]
+    found = [i for i in (*named, *model.eos_ids) if i is not None]
     return (found or tokenizer.encode_within("\n") or [0])[:1]
 
 

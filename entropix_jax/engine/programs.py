@@ -1,5 +1,5 @@
-"""Compiled programs of a server: those that are missing compile in a thread, while rows go on with
-the programs that are there."""
+"""Compiled programs of a server: missing ones compile in a thread, while rows continue with the
+compiled ones."""
 
 import logging
 import threading
@@ -11,7 +11,18 @@ from typing import Any
 
 import jax
 
+from entropix_jax.accelerators.gpu_graphs import LOOPS_IN_GRAPHS, puts_loops_in_graphs
+from entropix_jax.engine.decode import decode, jit_decode
+
 _LOG = logging.getLogger(__name__)
+
+# On a GPU: one CUDA graph, the loop of steps included.
+decode_in_graph = jit_decode(decode.__wrapped__, compiler_options=LOOPS_IN_GRAPHS)  # type: ignore[attr-defined]
+
+
+def decode_for_backend() -> Any:
+    """Returns the variant of `decode` for the default backend."""
+    return decode_in_graph if puts_loops_in_graphs() else decode
 
 
 class CompileError(Exception):

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from entropix_jax.engine.decode import prefill
+from entropix_jax.engine.prefill import prefill
 from entropix_jax.engine.preparation import (
     DECODE_WINDOW,
     MAX_PREFILL,
@@ -46,7 +46,7 @@ _MAX_WINDOW = 512
 
 
 def may_join(size: int, window: int) -> bool:
-    """Whether parts of so many tokens, padding included, which read so many positions, may be read
+    """Whether parts of `size` tokens, padding included, which read `window` positions, may be read
     together."""
     return _MIN_TOGETHER <= size <= MAX_PREFILL // TOGETHER and window <= _MAX_WINDOW
 
@@ -191,7 +191,7 @@ class PromptReader:
         return size, min(bucket(cached + size, window), self._capacity)
 
     def _places(self, size: int, window: int, waiting: int, slots: int) -> int:
-        """The places of the next call, where so many rows wait for one: on a CPU four only if at
+        """The places of the next call, where `waiting` rows wait for one: on a CPU four only if at
         most one of them is padding, since each takes its time."""
         enough = waiting >= TOGETHER - 1 if on_cpu() else slots >= TOGETHER
         return TOGETHER if enough and may_join(size, window) else 1

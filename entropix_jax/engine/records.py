@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from entropix_jax.engine.slots import Layout
-from entropix_jax.engine.state import BRANCH_ENDED, Extras, Recording, StepRecord
+from entropix_jax.engine.state import BRANCH_ENDED, Extras, Joined, Recording, StepRecord
 from entropix_jax.engine.trace import BranchRecord, TokenRecord, plain
 from entropix_jax.names import REGIMES
 from entropix_jax.sampler.state import Observation
@@ -16,17 +16,6 @@ from entropix_jax.sampler.state import Observation
 Decode = Callable[[Sequence[int]], str]  # a tokenizer's `decode_within`
 _REQUIRED = [field.name for field in fields(TokenRecord) if field.default is MISSING]
 _OPTIONAL = [field.name for field in fields(TokenRecord) if field.default is not MISSING]
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """The end of a row's fork: which branch was best, and how many of its tokens were committed; 0
-    where the row waits for the host, or takes the first token as a forced one."""
-
-    best: int
-    committed: int
-    scores: list[float | None]  # of each branch; None where its logits became NaN or infinite
-    ambiguous: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +30,8 @@ class Outcome:
         branch: which branch of the row's fork this is; -1: the row itself.
         candidates: where the row is forked, the branches' first tokens and their log-probabilities.
         ended: a branch that has ended, and has no further token.
-        joined: where all branches have ended.
-        finish: see `DecodeState`.
+        joined: where all branches have ended, as Python values.
+        status: see `DecodeState`.
         rewinds: whether the row goes back to the token's position, and has no token.
         settled: the position that the next steps cannot go back beyond.
         unsound: see `finite.first_unsound`.
@@ -55,7 +44,7 @@ class Outcome:
     candidates: list[tuple[int, float]]
     ended: bool
     joined: Joined | None
-    finish: int
+    status: int
     rewinds: bool
     settled: int
     unsound: tuple[int, int]
@@ -82,7 +71,7 @@ def outcomes(
     if records.live.shape[1] == len(slot_of):  # the lanes took part
         lanes_first = np.argsort(slot_of >= 0, kind="stable")
         records = jax.tree.map(lambda x: x[:, lanes_first], records)
-    told = records.live | records.joins
+    told = records.live | records.joined.joins
     records = jax.tree.map(lambda x: x[told], records)
     slot = slot_of[records.parent]
     tokens = _step_tokens([numbers[i] for i in slot], actions, records, recording, decode)
@@ -91,23 +80,23 @@ def outcomes(
         plain(records.live),
         tokens,
         plain(records.branch),
-        plain(records.finish),
+        plain(records.status),
         plain(records.rewinds),
         plain(records.settled),
         map(tuple, plain(records.unsound)),
         strict=True,
     )
-    for i, (of, live, token, branch, finish, rewinds, settled, unsound) in enumerate(ends):
-        joined = _joined(records, i)
+    for i, (of, live, token, branch, status, rewinds, settled, unsound) in enumerate(ends):
+        joined = _joined(records.joined, i)
         yield Outcome(
             slot=of,
             live=live,
             token=token,
             branch=branch,
             candidates=_candidates(records, i),
-            ended=finish == BRANCH_ENDED or joined is not None,
+            ended=status == BRANCH_ENDED or joined is not None,
             joined=joined,
-            finish=finish,
+            status=status,
             rewinds=rewinds,
             settled=settled,
             unsound=unsound,
@@ -149,19 +138,16 @@ def _step_tokens(
 
 
 def _candidates(records: StepRecord, i: int) -> list[tuple[int, float]]:
-    """Those of the fork that record `i` tells of; none where it tells of none."""
+    """The branches' first tokens in record `i`, with log-probabilities; empty if it has no fork."""
     if not (width := records.width[i]):
         return []
     ids, logprobs = plain(records.candidates[i, :width]), plain(records.logprobs[i, :width])
     return list(zip(ids, logprobs, strict=True))
 
 
-def _joined(records: StepRecord, i: int) -> Joined | None:
-    if not records.joins[i]:
-        return None
-    scores = [plain(score) if np.isfinite(score) else None for score in records.scores[i]]
-    best, committed = int(records.best[i]), int(records.committed[i])
-    return Joined(best, committed, scores, bool(records.ambiguous[i]))
+def _joined(joined: Joined, i: int) -> Joined | None:
+    """The end of the fork in record `i`, as Python values; None where no fork ended."""
+    return jax.tree.map(lambda x: plain(x[i]), joined) if joined.joins[i] else None
 
 
 def two_best(branches: Sequence[BranchRecord]) -> list[BranchRecord]:

@@ -1,7 +1,7 @@
 """The rows of a run on the host: which are in the slots, which wait, and how a caller moves them.
 
 A move changes a row's `Row`, and a new `RunningRow` takes it from there. It is inserted before the
-next chunk; what the device did meanwhile is for the old one, which ignores it.
+next chunk. The old one ignores the results of chunks in flight.
 """
 
 from collections import deque
@@ -60,12 +60,12 @@ class Roster:
         """The next row, if there is another one now. A request is fetched once no row waits."""
         if not self.waiting and (request := next(self._source, None)) is not None:
             row = request if isinstance(request, Row) else Row(request, number=self._number)
-            action = row.request.sampler.settings.action(row.ahead_action) if row.ahead else 0
+            action = row.request.sampler.parts.action(row.ahead_action) if row.ahead else 0
             self.waiting.append(self._run(row, Answer([*row.ahead], action), moved=False))
         return self.waiting[0] if self.waiting else None
 
     def cancel(self, row: Row) -> list[Event]:
-        """See `Engine.end`."""
+        """Ends a row as "cancelled", as `Engine.end`."""
         self._check(row)
         for running in (*self.slots, *self.held, *self.waiting):
             if running is not None and running.row is row and running.running:
@@ -78,7 +78,7 @@ class Roster:
     def fork(
         self, row: Row, number: int, position: int | None, budget: int | None = None
     ) -> list[Row]:
-        """See `Engine.fork`."""
+        """Forks a row, as `Engine.fork`."""
         whole = row.request if budget is None else replace(row.request, max_new_tokens=budget)
         kept = self._kept(row, position, whole)
         forks = []
@@ -91,7 +91,7 @@ class Roster:
         return forks
 
     def rewind(self, row: Row, position: int) -> None:
-        """See `Engine.rewind`."""
+        """Rewinds a row, as `Engine.rewind`."""
         kept = self._kept(row, position, row.request)
         gone = row.tokens[kept:]
         retracted = {*map(id, gone)}
@@ -103,7 +103,7 @@ class Roster:
         self._move(row)
 
     def force(self, row: Row, tokens: Sequence[int], action: str) -> None:
-        """See `Engine.force`."""
+        """Forces tokens on a row, as `Engine.force`."""
         self._check(row)
         name = f"row '{row.request.row_id}'"
         actions = [mechanism.name for mechanism in row.request.sampler.mechanisms]

@@ -5,41 +5,41 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
+from math import isfinite
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from entropix_jax.engine.preparation import CalibratedSampler, describe_token
-from entropix_jax.engine.records import Joined, Outcome, differ, two_best
+from entropix_jax.engine.records import Outcome, differ, two_best
 from entropix_jax.engine.results import Event, Piece, Request, Row
 from entropix_jax.engine.slots import fresh_tally, padded_ids
 from entropix_jax.engine.state import (
-    FINISHED_CONFIDENCE,
-    FINISHED_EOS,
-    FINISHED_ERROR,
-    FINISHED_LENGTH,
+    ENDED_BY,
+    EOS,
+    ERROR,
+    LENGTH,
     WAITS_FOR_CHOICE,
     WAITS_FOR_TEXT,
+    Joined,
 )
 from entropix_jax.engine.trace import BranchRecord, TokenRecord
 from entropix_jax.errors import UserError, check_range
 from entropix_jax.model.finite import NOWHERE, describe
 from entropix_jax.model.loading import LanguageModel
-from entropix_jax.sampler.filters import never_drawn
-from entropix_jax.sampler.keys import row_key
+from entropix_jax.sampler.draw import row_key
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.state import Tally
 from entropix_jax.text.stop import StopFilter
 from entropix_jax.text.turns import stop_ids
 
 _PROPOSAL = ("temperature", "top_k", "top_p", "min_p")  # of a `TokenRecord`
-_FINISH = {FINISHED_EOS: "eos", FINISHED_LENGTH: "length", FINISHED_ERROR: "error"}
-_FINISH[FINISHED_CONFIDENCE] = "confidence"
+_REASONS = {EOS: "eos", LENGTH: "length", ERROR: "error"}
 
 
 class Answer(NamedTuple):
-    """What the host tells the device where a row waits for it."""
+    """The host's answer to a row that waits for it."""
 
     tokens: list[int]  # the row's next ones; none: it samples
     action: int  # index into the sampler's mechanisms, which the tokens carry
@@ -51,7 +51,7 @@ NOTHING = Answer([], 0)
 class RunningRow:
     """A running row. A token is pending until no later step can retract it.
 
-    A row that has tokens goes on from them. A row that the host moves is run by a new one of these.
+    A row that has tokens continues after them. A row that the host moves gets a new one of these.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RunningRow:
         *,
         moved: bool = False,
     ) -> None:
-        """`capacity` is the cache positions of the row; what is `forced` comes next.
+        """`capacity` is the cache positions of the row; the `forced` tokens come next.
 
         Raises:
             UserError: see `check_request` and `check_place`.
@@ -75,7 +75,7 @@ class RunningRow:
         self.forced = forced
         self.moved = moved  # by the host, and not inserted since
         self.left = False  # another one runs the row
-        self.cached = 0  # so much of its text the slot has cached for good
+        self.cached = 0  # tokens of its text that the slot has cached for good
         self.answer: Answer | None = None  # on its way to the device
         self._prompt = [*row.request.prompt]
         # A stop string that is a control token ends the row by its id: it has no text.
@@ -83,13 +83,13 @@ class RunningRow:
         self._tokenizer = model.tokenizer
         self._stop = StopFilter[TokenRecord](row.request.stop)
         self._stream = model.tokenizer.stream(after=row.request.prompt)
-        # Tokens that a later step may retract, in between those that one did, in the order in which
-        # they are told.
+        # Tokens that a later step may retract, in between those that one did, in the order of their
+        # events.
         self._pending: list[tuple[TokenRecord, bool]] = []
         self._paths: list[list[TokenRecord]] = []  # of each branch, while the row is forked
         self._forked: TokenRecord | None = None  # of the last fork whose tokens are forced
         self._state = row.tokens[-1].state if row.tokens else None
-        self._retrieved = 0 if self._state is None else int(self._state.own["inject"].begun)
+        self._retrieved = 0 if self._state is None else int(self._state.states["inject"].begun)
         row.text, row.finish_reason, row.error = "", None, None
         row.tokens = [*row.tokens]  # the caller may have given those of another row
         row.log = row.log or [(token, False) for token in row.tokens]
@@ -114,7 +114,7 @@ class RunningRow:
 
     @property
     def forwards(self) -> int:
-        """What the row has spent, as far as the host knows."""
+        """The row's forward passes, as far as the host knows."""
         tokens = (*self.row.tokens, *self.row.retracted_tokens)
         return max((token.forwards for token in tokens), default=0)
 
@@ -123,7 +123,10 @@ class RunningRow:
         tokens, action = self.forced
         fresh = fresh_tally(mechanisms)
         tally = self._state or fresh
-        if self.request.sampler.mechanisms != mechanisms or tally.own.keys() != fresh.own.keys():
+        if (
+            self.request.sampler.mechanisms != mechanisms
+            or tally.states.keys() != fresh.states.keys()
+        ):
             raise UserError("the samplers of one run must have the same mechanisms")
         return replace(tally, queued=jnp.int32(len(tokens)), queue_action=jnp.int32(action))
 
@@ -168,7 +171,7 @@ class RunningRow:
         """Applies what a step did to the row or a branch of it: commits tokens, retracts pending
         ones, ends the row, or calls a hook and sets `answer`.
 
-        `stopping` tells whether the run was asked to stop: then no hook is called.
+        `stopping` returns whether the run was asked to stop: then no hook is called.
         """
         yield from self._apply(outcome, stopping)
         self.cached = len(self._prompt) + len(self.row.tokens) - 1
@@ -188,14 +191,14 @@ class RunningRow:
             yield from self._commit(outcome.settled)
             return
         # A row that failed, that waits for a text, or that is forked: what it has stands.
-        if outcome.finish == FINISHED_ERROR:
+        if outcome.status == ERROR:
             yield from self._commit()
             if self.running:  # no stop string
                 position, stage = outcome.unsound
                 fault = f"NaN or infinite logits at position {token.position}"
                 self.row.error = fault if position == NOWHERE else describe(position, stage)
                 yield self._end("error")
-        elif outcome.finish == WAITS_FOR_TEXT:
+        elif outcome.status == WAITS_FOR_TEXT:
             yield from self._commit()
             if self.running and not stopping():
                 self.answer = self._retrieve_thought()
@@ -212,7 +215,10 @@ class RunningRow:
     def _add(self, tokens: list[TokenRecord], outcome: Outcome) -> Iterator[Event]:
         """Adds a step's tokens, and commits what later steps cannot go back beyond."""
         self._pending += [(token, False) for token in tokens]
-        if (reason := _FINISH.get(outcome.finish)) is None:
+        reason = _REASONS.get(outcome.status)
+        if outcome.status >= ENDED_BY:
+            reason = self.request.sampler.mechanisms[outcome.status - ENDED_BY].name
+        if reason is None:
             yield from self._commit(outcome.settled)
             return
         if reason == "eos" and tokens[-1].token_id not in self.request.eos_ids:
@@ -227,11 +233,12 @@ class RunningRow:
         """Ends the fork: commits the best branch, or lets the host choose."""
         paths, self._paths = self._paths, []
         ids = [[token.token_id for token in path] for path in paths]
+        scores = [score if isfinite(score) else None for score in joined.scores]
         branches = [
             BranchRecord(tokens, self._tokenizer.decode_within(tokens), score, i == joined.best)
-            for i, (tokens, score) in enumerate(zip(ids, joined.scores, strict=False))
+            for i, (tokens, score) in enumerate(zip(ids, scores, strict=False))
         ]
-        ambiguous = joined.ambiguous and differ(branches)
+        ambiguous = bool(joined.ambiguous) and differ(branches)
         first, *rest = paths[joined.best]
         if joined.committed:
             # All of them were proposed by the fork's step, and paid for by its end.
@@ -243,7 +250,7 @@ class RunningRow:
             yield from self._add(tokens, outcome)
             return
         self._forked = replace(first, branches=branches, ambiguous=ambiguous)
-        if outcome.finish == WAITS_FOR_CHOICE and not stopping():
+        if outcome.status == WAITS_FOR_CHOICE and not stopping():
             self.answer = self._choose_branch(branches)
 
     def interrupt(self, reason: str = "interrupt") -> Iterator[Event]:
@@ -254,7 +261,7 @@ class RunningRow:
 
     def _commit(self, end: int | None = None, reason: str | None = None) -> Iterator[Event]:
         """Commits the pending tokens before position `end`, by default all. The row ends with the
-        last for `reason`, or with a stop string. Those that were retracted are told in between."""
+        last for `reason`, or with a stop string. Retracted ones have their events in between."""
         row = self.row
         while self._pending and self.running:
             token, retracted = self._pending[0]
@@ -284,8 +291,8 @@ class RunningRow:
         return pieces
 
     def _retract(self, position: int) -> None:
-        """Retracts the pending tokens from a position on. They are told once those before them
-        are, in the order of a trace."""
+        """Retracts the pending tokens from a position on. Their events follow those of the
+        tokens before them, as in a trace."""
         live = self._live
         for token, text in zip(
             live, self._stream.peek([token.token_id for token in live]), strict=True
@@ -329,9 +336,9 @@ class RunningRow:
         self._retrieved += 1
         candidates = (retrieved, *thoughts[turn : turn + 1])
         fitting = (tokens for tokens in candidates if 0 < len(tokens) <= self.remaining)
-        never = never_drawn(settings)
+        never = {*settings.unwritable.tolist()}
         allowed = (tokens for tokens in fitting if never.isdisjoint(tokens))
-        return Answer(next(allowed, []), settings.action("inject"))
+        return Answer(next(allowed, []), self.request.sampler.parts.action("inject"))
 
     def _choose_branch(self, branches: list[BranchRecord]) -> Answer:
         """Calls `Request.ask` where the two best branches differ; the chosen branch's tokens."""
@@ -351,7 +358,7 @@ class RunningRow:
         tokens = branches[chosen].tokens[: None if whole else 1]
         branches = [replace(b, chosen=i == chosen) for i, b in enumerate(branches)]
         self._forked = replace(self._forked, branches=branches)
-        return Answer(tokens[: self.remaining], self.request.sampler.settings.action("branch"))
+        return Answer(tokens[: self.remaining], self.request.sampler.parts.action("branch"))
 
     def _as_chosen(self, token: TokenRecord) -> TokenRecord:
         """A token; if it is a branch's that is committed by force, as the fork's step proposed it.
@@ -365,7 +372,7 @@ class RunningRow:
 
 
 def check_place(row: Row, budget: int, position: int | None = None) -> int:
-    """How many of a row's tokens stand before a position where it is to go on: by default all.
+    """Returns how many of a row's tokens are before a position where it continues: by default all.
 
     Raises:
         UserError: a position outside of what the row generated, or without budget; a text that a
@@ -375,13 +382,15 @@ def check_place(row: Row, budget: int, position: int | None = None) -> int:
     end = first + len(row.tokens)
     kept = len(row.tokens) if position is None else position - first
     if not 0 <= kept <= len(row.tokens):
-        raise UserError(f"{name} goes on from a position of {first} to {end}, not {position}")
+        raise UserError(f"{name} continues from a position of {first} to {end}, not {position}")
     if kept >= budget:
         raise UserError(f"{name} has no budget left at position {first + kept}")
     if kept == len(row.tokens) and row.finish_reason == "stop":
         raise UserError(f"{name} ends with a stop string: it goes on before position {end}")
     if kept and row.tokens[kept - 1].state is None:
-        raise UserError(f"{name} has no states to go on from: record them, Recording(state=True)")
+        raise UserError(
+            f"{name} has no states to continue from: record them, Recording(state=True)"
+        )
     return kept
 
 

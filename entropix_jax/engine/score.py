@@ -53,7 +53,7 @@ class ScoredToken:
 
     Entropies are in bits, varentropies in bits^2, `logprob`, the token's own, in nats. `context` is
     how many tokens the model saw before it. `text` is what the token completes. `top`, [token id,
-    text, probability] of the likeliest tokens, and `layers`, the attention entropy of each layer
+    text, probability] of the most likely tokens, and `layers`, the attention entropy of each layer
     and head, are None unless recorded.
     """
 
@@ -185,7 +185,7 @@ class Scores:
     """The scores after each token; fields [B, T, ...] or [n, ...]."""
 
     logprob: jax.Array  # float32 [..., K] nats, of each token that may follow
-    greedy: jax.Array  # bool [..., K], whether it is the likeliest
+    greedy: jax.Array  # bool [..., K], whether it is the most likely
     finite: jax.Array  # bool, the logits and the activations, where they are checked
     sound: jax.Array | None  # bool [..., 1+2L], see `AttnStats`; None where it is not checked
     # Metrics, what is recorded of the distribution, and `measure_confidence`; None without a
@@ -235,7 +235,7 @@ class TextReader:
             done += len(alike)
 
     def read_whole(self, texts: Sequence[Text], batch: int) -> Iterator[tuple[int, Scores]]:
-        """The same with the scores of each text together, when it has been read."""
+        """Reads texts as `read`, and yields the scores of each whole text."""
         parts: list[list[Scores]] = [[] for _ in texts]
         for number, at, scores in self.read(texts, batch):
             parts[number].append(scores)
@@ -337,7 +337,7 @@ def _score_chunk(
         of_token = jax.tree.map(lambda x: jnp.repeat(x, tokens.shape[1], axis=0), settings)
         above_floor = apply_noise_floor(log_probs, of_token.noise_epsilon)
         metrics = measure(above_floor, stats, of_token.layer_weights)
-        confidence = measure_confidence(log_probs, of_token.own["confidence"].likeliest)
+        confidence = measure_confidence(log_probs, of_token.confidence.likeliest)
         measured = metrics, extras_of(logits, stats, recording), confidence
     scores = Scores(
         logprob=jnp.take_along_axis(log_probs, wanted, axis=1),

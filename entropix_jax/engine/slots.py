@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,19 +11,29 @@ import numpy as np
 from flax import struct
 
 from entropix_jax.engine.preparation import CalibratedSampler
-from entropix_jax.engine.state import FINISHED_STOP, PARKED, RUNNING, DecodeState, init_state
+from entropix_jax.engine.state import RUNNING, STOPPED, DecodeState, init_state
 from entropix_jax.errors import UserError
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.finite import NOWHERE
-from entropix_jax.model.mesh import ROWS, Rules, broadcast_row, local_index, place, split_rows
+from entropix_jax.model.mesh import (
+    ROWS,
+    Rules,
+    broadcast_row,
+    in_shard,
+    local_index,
+    place,
+    split_rows,
+)
+from entropix_jax.model.write import copy_runs
 from entropix_jax.names import SERVED
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms import MECHANISMS
-from entropix_jax.sampler.mechanisms.branch import BRANCH, MAX_WIDTH
-from entropix_jax.sampler.settings import SamplerSettings
+from entropix_jax.sampler.mechanisms.branch import BRANCH
+from entropix_jax.sampler.settings import MAX_WIDTH, SamplerSettings
 from entropix_jax.sampler.state import SamplerState, Tally, init_sampler_state
 
 _MAX_EOS = 32
+_BLOCK = 64  # cache positions that are copied at once
 
 Value = jax.Array | np.ndarray | np.generic
 
@@ -50,14 +61,14 @@ class Layout:
 
 @struct.dataclass
 class Arrival:
-    """A row to insert; see `init_state` for the fields."""
+    """A row to insert; its fields but `cached` and `tally` are those of a `DecodeState`."""
 
     history: Value  # int32 [S], prompt and tokens so far, then forced ones, then padding
     confidences: Value  # float32 [S], of the tokens so far, nats
     prompt_length: Value  # int32
     cached: Value  # int32, how much of the text the slot has cached
     budget: Value  # int32
-    key: Value  # uint32 [2]
+    keys: Value  # uint32 [2]
     asks_for_text: Value  # bool
     asks_for_choice: Value  # bool
     settings: SamplerSettings  # of one row
@@ -71,6 +82,7 @@ def empty_slots(
     layout: Layout,
     settings: SamplerSettings,
     *,
+    mechanisms: tuple[Mechanism, ...],
     capacity: int,
     dtype: jnp.dtype,
     rules: Rules | None = None,
@@ -84,6 +96,7 @@ def empty_slots(
         np.zeros((number, 2), np.uint32),
         jax.tree.map(lambda x: np.broadcast_to(x, (number, *np.shape(x))), settings),
         np.full(_MAX_EOS, -1, np.int32),
+        mechanisms=mechanisms,
         capacity=capacity,
         dtype=dtype,
         lanes=layout.lanes,
@@ -95,23 +108,23 @@ def empty_slots(
 def emptied(state: DecodeState) -> DecodeState:
     """The slots without rows, and the lanes without branches; what they have cached stays."""
     fork = replace(state.fork, branch=jnp.full_like(state.fork.branch, -1))
-    return replace(state, fork=fork, finish=jnp.full_like(state.finish, FINISHED_STOP))
+    return replace(state, fork=fork, status=jnp.full_like(state.status, STOPPED))
 
 
 @partial(jax.jit, donate_argnames="state")
 def park(state: DecodeState, window: jax.Array, reading: jax.Array) -> DecodeState:
     """Parks the rows and branches that are as long as the `window`, int32, or longer, and those
     whose text is still being read, bool [P]; resumes all others. A parked row keeps its state and
-    takes no part in steps. The state is donated."""
-    finish = jnp.where(state.finish >= PARKED, state.finish - PARKED, state.finish)
-    parks = ((state.cache.length >= window) | reading) & (finish != FINISHED_STOP)
-    return replace(state, finish=jnp.where(parks, finish + PARKED, finish))
+    is skipped by steps. The state is donated."""
+    parked = ((state.cache.length >= window) | reading) & (state.status != STOPPED)
+    return replace(state, parked=parked)
 
 
 def lanes_for(sampler: CalibratedSampler) -> int:
-    """The lanes that a fork of a row may need. An arm that is not of this package may fork, too."""
+    """Returns the lanes that a fork of a row may need. A user's own arm or control may fork."""
     arms = {sampler.values[f"arms.{name}"] for name in SERVED}
-    if not arms <= {mechanism.name for mechanism in MECHANISMS}:
+    own = {*sampler.mechanisms} - {*MECHANISMS}
+    if any(mechanism.control or mechanism.name in arms for mechanism in own):
         return MAX_WIDTH - 1
     return int(sampler.values["branch.width"]) - 1 if BRANCH.name in arms else 0
 
@@ -133,7 +146,7 @@ def widen(state: DecodeState, layout: Layout, lanes: int) -> DecodeState:
     return replace(
         state,
         fork=replace(state.fork, parent=parent, branch=jnp.where(is_new, -1, state.fork.branch)),
-        finish=jnp.where(is_new, FINISHED_STOP, state.finish),
+        status=jnp.where(is_new, STOPPED, state.status),
     )
 
 
@@ -156,57 +169,92 @@ def fresh_tally(mechanisms: tuple[Mechanism, ...]) -> Tally:
     return fresh
 
 
-@partial(jax.jit, donate_argnames="state")
-def insert(state: DecodeState, number: jax.Array, row: Arrival) -> DecodeState:
+@partial(jax.jit, static_argnames="mechanisms", donate_argnames="state")
+def insert(
+    state: DecodeState, number: jax.Array, row: Arrival, *, mechanisms: tuple[Mechanism, ...]
+) -> DecodeState:
     """Makes `row` the row `number`, where no mechanism goes back beyond its text so far, and frees
-    the lanes of the one before. The state is donated."""
+    the lanes of the one before. The state is donated; the mechanisms are static."""
 
     def put(rows: jax.Array, one: Value) -> jax.Array:
         return rows.at[number].set(jnp.asarray(one, rows.dtype))
 
+    names = sorted(vars(row).keys() & vars(state).keys())
+    own: Any = {n: jax.tree.map(put, getattr(state, n), getattr(row, n)) for n in names}
     fork = state.fork
-    fresh = init_sampler_state(1, state.settings.mechanisms).trail
+    fresh = init_sampler_state(1, mechanisms).trail
     left = (fork.parent == number) & (fork.branch >= 0)
-    is_here = jnp.arange(state.finish.shape[0], dtype=jnp.int32)[:, None] == number
+    is_here = jnp.arange(state.status.shape[0], dtype=jnp.int32)[:, None] == number
     past = is_here & (state.unsound[:, :1] >= jnp.asarray(row.cached))
     return replace(
         state,
         cache=replace(state.cache, length=put(state.cache.length, row.cached)),
-        history=put(state.history, row.history),
-        confidences=put(state.confidences, row.confidences),
-        prompt_length=put(state.prompt_length, row.prompt_length),
-        budget=put(state.budget, row.budget),
-        keys=put(state.keys, row.key),
-        asks_for_text=put(state.asks_for_text, row.asks_for_text),
-        asks_for_choice=put(state.asks_for_choice, row.asks_for_choice),
-        settings=jax.tree.map(put, state.settings, row.settings),
-        eos_ids=put(state.eos_ids, row.eos_ids),
+        **own,
         sampler=SamplerState(
             tally=jax.tree.map(put, state.sampler.tally, row.tally),
             trail=jax.tree.map(lambda all_, one: put(all_, one[0]), state.sampler.trail, fresh),
         ),
         fork=replace(fork, branch=jnp.where(left, -1, fork.branch)),
-        forwards=put(state.forwards, row.forwards),
-        finish=put(jnp.where(left, FINISHED_STOP, state.finish), jnp.int32(RUNNING)),
+        status=put(jnp.where(left, STOPPED, state.status), jnp.int32(RUNNING)),
+        parked=put(state.parked, np.bool_(False)),
         unsound=jnp.where(past, NOWHERE, state.unsound),
     )
 
 
 @partial(jax.jit, donate_argnames="state")
-@split_rows(rows={"state": 1}, returns=ROWS)
+@split_rows(ROWS)
 def share_prefix(
     state: DecodeState, source: jax.Array, target: jax.Array, count: jax.Array
 ) -> DecodeState:
     """Copies the first `count` cached tokens of slot `source` to slot `target`, whose text begins
     with the same. The state is donated."""
-    target = local_index(target, state.finish.shape[0])
+    target = local_index(target, state.status.shape[0])
+    if in_shard():
 
-    def share(rows: jax.Array) -> jax.Array:
-        return rows.at[target].set(broadcast_row(rows, source), mode="drop")
+        def share(rows: jax.Array) -> jax.Array:
+            return rows.at[target].set(broadcast_row(rows, source), mode="drop")
 
-    cache = jax.tree.map(share, state.cache)
+        cache = jax.tree.map(share, state.cache)
+    else:  # only what is cached
+        runs = (source[None], target[None], jnp.zeros(1, jnp.int32), count[None])
+        cache = copy_runs(state.cache, jnp.int32(1), *runs, block=_BLOCK)
     length = state.cache.length.at[target].set(count, mode="drop")
     found = broadcast_row(state.unsound, source)
     found = jnp.where(found[0] < count, found, NOWHERE)
     unsound = state.unsound.at[target].set(found, mode="drop")
     return replace(state, cache=replace(cache, length=length), unsound=unsound)
+
+
+@partial(jax.jit, donate_argnames="state")
+@split_rows(ROWS)
+def answer(
+    state: DecodeState,
+    row: jax.Array,
+    tokens: jax.Array,
+    count: jax.Array,
+    action: jax.Array,
+) -> DecodeState:
+    """Resumes a waiting row, forcing the host's tokens next. With no tokens the row samples
+    normally.
+
+    Args:
+        state: donated.
+        row: int32, its index.
+        tokens: int32 [S], the first `count` (int32) are forced.
+        action: int32, index into the sampler's mechanisms, which the tokens carry.
+    """
+    row = local_index(row, state.status.shape[0])
+    steps = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    target = jnp.where(steps < count, state.cache.length[row] + 1 + steps, state.history.shape[1])
+    tally = state.sampler.tally
+    tally = replace(
+        tally,
+        queued=tally.queued.at[row].set(count),
+        queue_action=tally.queue_action.at[row].set(action),
+    )
+    return replace(
+        state,
+        history=state.history.at[row, target].set(tokens, mode="drop"),
+        sampler=replace(state.sampler, tally=tally),
+        status=state.status.at[row].set(RUNNING),
+    )

@@ -12,39 +12,46 @@ from flax import struct
 from entropix_jax.model.cache import KVCache, init_cache
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.finite import NOWHERE
-from entropix_jax.sampler.mechanisms.branch import MAX_WIDTH
-from entropix_jax.sampler.settings import SamplerSettings
-from entropix_jax.sampler.state import SamplerState, Tally, init_sampler_state
-from entropix_jax.sampler.step import Choice
-from entropix_jax.sampler.top import top
-from entropix_jax.stats import AttnStats
+from entropix_jax.sampler.settings import MAX_WIDTH, Parts, SamplerSettings
+from entropix_jax.sampler.state import (
+    Choice,
+    RowView,
+    SamplerState,
+    Step,
+    Tally,
+    init_sampler_state,
+)
+from entropix_jax.stats import AttnStats, top
 
-# A row's `finish`. FINISHED_STOP is set by the host, which alone sees the text; a lane without a
-# branch has it, too. A row that waits for the host continues once that has answered.
-RUNNING, FINISHED_EOS, FINISHED_LENGTH, FINISHED_ERROR, FINISHED_STOP = range(5)
-WAITS_FOR_TEXT, WAITS_FOR_CHOICE = 5, 6
-FORKS = 7  # the row is to be forked, as soon as there are lanes for its branches
+# A row's status, which says why a row that does not run does not.
+RUNNING = 0
+EOS, LENGTH, ERROR = 1, 2, 3  # ended by an end token, by its budget, by NaN or infinite logits
+STOPPED = 4  # ended by the host, for example at a stop string; or a lane without a branch
+WAITS_FOR_TEXT, WAITS_FOR_CHOICE = 5, 6  # until the host has answered
+FORKS = 7  # waits for lanes for its branches
 BRANCH_ENDED = 8  # a branch that waits for the others of its fork
-FINISHED_CONFIDENCE = 9
-PARKED = 16  # added to the status of a row that is longer than the window of the next steps
+ENDED_BY = 16  # plus the index of the mechanism that ended the row
+
+# Fields of `DecodeState` that no step changes.
+_FIXED = "prompt_length budget keys asks_for_text asks_for_choice settings eos_ids parked".split()
 
 
 @struct.dataclass
 class Fork:
-    """What a row knows of its fork. All branches of a fork have a copy; the first one runs in the
-    row's own slot, the others in lanes."""
+    """A row's fork. All branches of a fork have a copy. The first one runs in the row's own slot,
+    the others in lanes."""
 
     parent: jax.Array  # int32 [P], the row that was forked; of any other row itself
     branch: jax.Array  # int32 [P], which of the branches this is; -1: none
     width: jax.Array  # int32 [P], how many branches there are
     waited: jax.Array  # int32 [P], steps that the row has been waiting for lanes
     candidates: jax.Array  # int32 [P, W], the branches' first tokens
-    logprobs: jax.Array  # float32 [P, W], of those, nats
+    scores: jax.Array  # float32 [P, W], ln p of those, nats, as branches are judged
     start: jax.Array  # int32 [P], the position of the first tokens
     forwards: jax.Array  # int32 [P], `DecodeState.forwards` when the row was forked
     tally: Tally  # of the row before the fork
     # Of the branch itself:
-    logprob: jax.Array  # float32 [P], of its last token, nats
+    logprob: jax.Array  # float32 [P], of its last token, nats, as branches are judged
     sums: jax.Array  # float32 [P, 3], over its tokens: ln p (nats), h (bits), u (bits^2)
     failed: jax.Array  # bool [P], its logits became NaN or infinite
 
@@ -60,44 +67,74 @@ class DecodeState:
 
     cache: KVCache
     history: jax.Array  # int32 [P, S], each row's tokens, prompt included; past them forced ones
-    confidences: jax.Array  # float32 [P, S], of generated tokens, nats, while a row may end by them
+    confidences: jax.Array  # float32 [P, S], token confidences of generated tokens, nats
     prompt_length: jax.Array  # int32 [P], at least 1
     budget: jax.Array  # int32 [P], most tokens to generate
-    keys: jax.Array  # uint32 [P, 2], see `sampler.keys`
+    keys: jax.Array  # uint32 [P, 2], see `sampler.draw`
     asks_for_text: jax.Array  # bool [P], the host is asked for each thought's text
     asks_for_choice: jax.Array  # bool [P], the host is asked which branch of an ambiguous fork
-    settings: SamplerSettings  # each leaf [P, ...]; its mechanisms are static
+    settings: SamplerSettings  # each leaf [P, ...]
     eos_ids: jax.Array  # int32 [P, E], the tokens that end a row; -1 matches none
     sampler: SamplerState
     fork: Fork
     forwards: jax.Array  # int32 [P], token positions evaluated beyond the prompt
-    finish: jax.Array  # int32 [P], RUNNING, why the row ended, or what it waits for
+    status: jax.Array  # int32 [P], see RUNNING
+    # bool [P], skipped by steps: longer than their window, or its text is not read yet
+    parked: jax.Array
     unsound: jax.Array  # int32 [P, 2], see `finite.first_unsound`, of the prompt as far as checked
     # Static: rows at the end of each data shard that are lanes.
     lanes: int = struct.field(pytree_node=False)
 
+    @property
+    def running(self) -> jax.Array:
+        """Which rows take part in a step: bool [P]."""
+        return (self.status == RUNNING) & ~self.parked
+
 
 @dataclass(frozen=True)
 class Recording:
-    """What a step records besides the choice; static."""
+    """The optional parts of a step's record; static."""
 
     top: int = 0  # how many of the most likely tokens, with their probabilities
     layers: bool = False  # the attention entropy of each layer and head
     check: bool = False  # where an activation is NaN or infinite; such a row fails there
-    # The sampler's state after each token, from which `Engine.fork` and `rewind` go on.
+    # The sampler's state after each token, from which `Engine.fork` and `rewind` continue.
     state: bool = False
     # Layers stay arrays, which `TokenRecord.to_json` makes plain: that takes longer than a step's
-    # other records, and nobody may ever look.
+    # other records, and may never be needed.
     raw_layers: bool = False
+
+
+@dataclass(frozen=True)
+class Program:
+    """The static part of a compiled step, in addition to `ModelConfig`. The rest is traced."""
+
+    parts: Parts  # of the sampler
+    window: int  # cache positions that are read
+    recording: Recording = Recording()
+    lanes: bool = False  # whether the lanes take part
 
 
 @struct.dataclass
 class Extras:
-    """What is recorded where it is asked for; empty axes where it is not."""
+    """Optional parts of a record, with empty axes where they are not recorded."""
 
     top_ids: jax.Array  # int32 [B, recording.top]
     top_probs: jax.Array  # float32 [B, recording.top]
     layers: jax.Array  # float32 [B, L, N] bits
+
+
+@struct.dataclass
+class Joined:
+    """The ends of forks; [P] fields."""
+
+    joins: jax.Array  # bool: the row's fork ended. Where False, the other fields are undefined.
+    best: jax.Array  # int32, the branch that took the row's place
+    # int32, number of the branch's tokens that are committed. 0 if the row waits, or its first
+    # token is forced.
+    committed: jax.Array
+    scores: jax.Array  # float32 [P, W], of all branches, -inf where there is none
+    ambiguous: jax.Array  # bool: the two best scores are within the margin
 
 
 @struct.dataclass
@@ -113,17 +150,13 @@ class StepRecord:
     rewinds: jax.Array  # bool: the row goes back to the position, and has no token
     settled: jax.Array  # int32, the position that the next steps cannot go back beyond
     unsound: jax.Array  # int32 [P, 2], see `finite.first_unsound`; NOWHERE where nothing is checked
-    finish: jax.Array  # int32, after it; a row that waits, forks or failed has no token
+    status: jax.Array  # int32, after it; a row that waits, forks or failed has no token
     parent: jax.Array  # int32, see `Fork`
     branch: jax.Array  # int32, see `Fork`; a branch that has ended has no token
-    width: jax.Array  # int32: so many branches of the row begin; 0: it did not fork
+    width: jax.Array  # int32, number of branches that begin; 0: it did not fork
     candidates: jax.Array  # int32 [P, W], with the first of these tokens
     logprobs: jax.Array  # float32 [P, W], of those, nats
-    joins: jax.Array  # bool: the best branch of the row took its place
-    best: jax.Array  # int32, that branch
-    committed: jax.Array  # int32, so many of its tokens; 0 where the row waits, or forces the first
-    scores: jax.Array  # float32 [P, W], of all branches, -inf where there is none
-    ambiguous: jax.Array  # bool: the two best scores are within the margin
+    joined: Joined
 
 
 def init_state(
@@ -134,6 +167,7 @@ def init_state(
     settings: SamplerSettings,
     eos_ids: np.ndarray,
     *,
+    mechanisms: Sequence[Any],
     capacity: int,
     dtype: jnp.dtype,
     lanes: int = 0,
@@ -148,6 +182,7 @@ def init_state(
         keys: uint32 [B, 2], one row key each.
         settings: of each row.
         eos_ids: int32 [B, E], or [E] for all rows.
+        mechanisms: `Mechanism`s, of the sampler.
         capacity: cache positions of a row.
         dtype: of the activations, see `cache_dtype`.
         lanes: rows of each shard beside those, for branches.
@@ -168,10 +203,10 @@ def init_state(
         return np.full((places, *axes), value, dtype)
 
     places, budget = batch + shards * lanes, spread(np.array(budgets, np.int32))
-    sampler = init_sampler_state(places, settings.mechanisms)
+    sampler = init_sampler_state(places, mechanisms)
     number: Any = np.arange(places, dtype=np.int32)
     is_lane = number % (places // shards) >= batch // shards
-    finish: Any = np.where(is_lane | (budget == 0), FINISHED_STOP, RUNNING).astype(np.int32)
+    status: Any = np.where(is_lane | (budget == 0), STOPPED, RUNNING).astype(np.int32)
     state = DecodeState(
         cache=init_cache(config, places, capacity, dtype),
         history=spread(history),
@@ -190,7 +225,7 @@ def init_state(
             width=full(0),
             waited=full(0),
             candidates=full(0, MAX_WIDTH, dtype=np.int32),
-            logprobs=full(0, MAX_WIDTH, dtype=np.float32),
+            scores=full(0, MAX_WIDTH, dtype=np.float32),
             start=full(0),
             forwards=full(0),
             tally=jax.tree.map(np.array, sampler.tally),  # donated: no leaf twice
@@ -199,7 +234,8 @@ def init_state(
             failed=full(False, dtype=bool),
         ),
         forwards=full(0),
-        finish=finish,
+        status=status,
+        parked=full(False, dtype=bool),
         unsound=full(NOWHERE, 2),
         lanes=lanes,
     )
@@ -208,8 +244,8 @@ def init_state(
 
 
 def extras_of(logits: jax.Array, stats: AttnStats, recording: Recording) -> Extras:
-    """What is recorded of `logits[B, V]`, float32, and the attention besides the choice; the
-    likeliest tokens in falling order. `recording` is static."""
+    """Returns the optional records of `logits[B, V]`, float32, and the attention; the most likely
+    tokens in falling order. `recording` is static."""
     batch = logits.shape[0]
     top_probs, top_ids = jnp.zeros((batch, 0), jnp.float32), jnp.zeros((batch, 0), jnp.int32)
     if recording.top:
@@ -218,30 +254,79 @@ def extras_of(logits: jax.Array, stats: AttnStats, recording: Recording) -> Extr
     return Extras(top_ids=top_ids, top_probs=top_probs, layers=layers)
 
 
-def finish_of(left: jax.Array, token: jax.Array, eos_ids: jax.Array) -> jax.Array:
-    """The `finish` of rows that end in `token[B]` and have `left[B]` tokens of their budget left:
-    int32 [B]. The arguments are int32; `eos_ids[B, E]` has -1 where it has no more. Where both
-    hold it is FINISHED_EOS."""
+def status_after(left: jax.Array, token: jax.Array, eos_ids: jax.Array) -> jax.Array:
+    """Returns the status of rows after a token, int32 [B]: EOS, LENGTH or RUNNING.
+
+    Args:
+        left: int32 [B], tokens left of the budget after it.
+        token: int32 [B].
+        eos_ids: int32 [B, E], the end tokens; -1 matches none.
+    """
     ended = jnp.any(token[:, None] == eos_ids, axis=-1)
-    return jnp.where(ended, FINISHED_EOS, jnp.where(left <= 0, FINISHED_LENGTH, RUNNING))
+    return jnp.where(ended, EOS, jnp.where(left <= 0, LENGTH, RUNNING))
+
+
+def status_after_step(state: DecodeState, choice: Choice, step: Step, ends: jax.Array) -> jax.Array:
+    """Returns each row's status after the step, int32 [P]; `ends[P]` are branches that end."""
+    is_branch, left = step.rows.branch >= 0, step.rows.remaining - 1
+    after_token = status_after(left, choice.token, state.eos_ids)
+    table = (
+        (~step.rows.running, state.status),
+        (ends, BRANCH_ENDED),
+        (is_branch, RUNNING),
+        (~choice.finite, ERROR),
+        (step.waits, WAITS_FOR_TEXT),
+        (step.forks, FORKS),
+        (step.rewinds, RUNNING),
+        (after_token != RUNNING, after_token),
+        (step.ended_by >= 0, ENDED_BY + step.ended_by),
+    )
+    conditions, statuses = zip(*table, strict=True)
+    status: jax.Array = jnp.select(conditions, statuses, RUNNING)
+    return status
+
+
+def view_rows(state: DecodeState, vocab_size: int) -> RowView:
+    """Returns the sampler's view of each row whose last token is being read."""
+    length = state.cache.length + 1
+    generated = length - state.prompt_length
+    return RowView(
+        running=state.running,
+        key=state.keys,
+        history=state.history,
+        confidences=state.confidences,
+        length=length,
+        generated=generated,
+        remaining=state.budget - generated,
+        eos_ids=state.eos_ids,
+        asks=state.asks_for_text,
+        branch=state.fork.branch,
+        vocab_size=vocab_size,
+    )
 
 
 def without_lanes(state: DecodeState) -> DecodeState:
     """The rows in slots. Keys and values stay whole, since a part of them would be a copy."""
-    batch = state.finish.shape[0] - state.lanes
+    if not state.lanes:
+        return state
+    batch = state.status.shape[0] - state.lanes
     slots: DecodeState = jax.tree.map(lambda x: x[:batch], _without_cache(state))
     return replace(slots, cache=replace(state.cache, length=slots.cache.length), lanes=0)
 
 
 def with_lanes(state: DecodeState, whole: DecodeState) -> DecodeState:
-    """The inverse, with the lanes of `whole`."""
-    batch = state.finish.shape[0]
+    """Adds the lanes and the constant fields of `whole` to a state without lanes."""
+    if not whole.lanes:
+        return state
+    batch = state.status.shape[0]
+    fixed: dict[str, Any] = {name: getattr(whole, name) for name in _FIXED}
+    without: dict[str, Any] = dict.fromkeys(fixed, ())
     both: DecodeState = jax.tree.map(
         lambda slots, all_: jnp.concatenate([slots, all_[batch:]]),
-        replace(_without_cache(state), lanes=whole.lanes),
-        _without_cache(whole),
+        replace(_without_cache(state), lanes=whole.lanes, **without),
+        replace(_without_cache(whole), **without),
     )
-    return replace(both, cache=replace(state.cache, length=both.cache.length))
+    return replace(both, cache=replace(state.cache, length=both.cache.length), **fixed)
 
 
 def _without_cache(state: DecodeState) -> DecodeState:

@@ -17,7 +17,6 @@ import numpy as np
 from entropix_jax.engine.preparation import CalibratedSampler
 from entropix_jax.errors import UserError
 from entropix_jax.host.decimals import shorten
-from entropix_jax.host.files import open_alone
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.names import TRACE_FORMAT
 from entropix_jax.sampler.state import Tally
@@ -42,7 +41,7 @@ class TokenRecord:
     `text` is what the token completes, so that a row's texts, joined, are the row's text (including
     the stop string that ended it); it is empty in the middle of a character and for control tokens.
     `forwards` counts the token positions of the row that were evaluated beyond its prompt when the
-    token was chosen. `top`, [token id, text, probability] of the likeliest tokens, and `layers`,
+    token was chosen. `top`, [token id, text, probability] of the most likely tokens, and `layers`,
     the attention entropy of each layer and head, in lists or as float32 [L, N] (see
     `Recording.raw_layers`), are None unless recorded. `branches`, all branches
     that were rolled out, and `ambiguous`, whether the two best scores were within the margin and
@@ -155,13 +154,13 @@ class TraceWriter:
         """Opens the file.
 
         Raises:
-            UserError: the path cannot be written, or another run writes to it.
+            UserError: the path cannot be written.
         """
         self._path = path
         try:
             # A name with bytes that are not UTF-8 becomes a JSON escape.
             self._file = open(  # noqa: SIM115
-                open_alone(path), "w", buffering=1, encoding="utf-8", errors="backslashreplace"
+                path, "w", buffering=1, encoding="utf-8", errors="backslashreplace"
             )
         except OSError as error:
             raise self._failure(error) from None

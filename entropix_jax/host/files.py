@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import sys
 import tempfile
 import tomllib
@@ -70,7 +69,7 @@ def check_own_code(raw: Mapping[str, Any], path: Path) -> None:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """What a TOML file holds; UserError if it cannot be read or is not TOML."""
+    """Returns the content of a TOML file; UserError if it cannot be read or is not TOML."""
     try:
         return parse_toml(read_text(path))
     except (ValueError, RecursionError) as error:
@@ -78,7 +77,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """What a TOML document holds. ValueError if it is not TOML, or a number is too long;
+    """Returns the content of a TOML document. ValueError if it is not TOML or a number is too long;
     RecursionError if it is nested too deeply."""
     raw = tomllib.loads(text)
     # An integer in hexadecimal may be too long to be written, in an error message for instance.
@@ -114,21 +113,6 @@ def scratch_beside(path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def open_alone(path: Path) -> int:
-    """Opens a file for writing and returns the descriptor. A regular file is locked first, until
-    the descriptor is closed, and then emptied. OSError if it cannot be opened, or another process
-    has locked it."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
-    try:
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            lock_alone(descriptor)
-            os.ftruncate(descriptor, 0)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
 def lock_alone(descriptor: int) -> None:
     """Locks an open file until it is closed, where the file system has locks. OSError if another
     process has locked it."""
@@ -150,18 +134,6 @@ def check_writable(path: Path) -> None:
         raise UserError(f"{path}: cannot be written: no folder {path.parent}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UserError(f"{path}: cannot be written: no permission")
-    if is_standard_output(path):
-        raise UserError(f"{path}: cannot be written: it is where standard output goes")
-
-
-def is_standard_output(path: Path) -> bool:
-    """Whether a path leads to where standard output goes: `/dev/stdout`, or the file of a shell's
-    redirection. The null device may take both."""
-    try:
-        place, out = path.stat(), os.fstat(sys.stdout.fileno())
-    except (AttributeError, OSError, ValueError):  # not there; not a file
-        return False
-    return os.path.samestat(place, out) and not os.path.samestat(place, os.stat(os.devnull))
 
 
 def check_apart(output: Path, *sources: Path | str | None) -> None:

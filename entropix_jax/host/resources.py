@@ -6,6 +6,6 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def resource_folder(name: str) -> Path:
-    """The folder `configs` or `weights`: in an installed package, or beside it in a checkout."""
+    """The folder `configs` or `weights`: in an installed package, or next to it in a checkout."""
     installed = _PACKAGE / "_data" / name
     return installed if installed.is_dir() else _PACKAGE.parent / name

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from entropix_jax.batch.output import Store
-from entropix_jax.batch.records import Record, content_hash
-from entropix_jax.batch.sidecar import find_difference, read_sidecar
-from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.preparation import (
-    MIN_CAPACITY,
-    CalibratedSampler,
-    bucket,
-    encode_prompt,
-    model_shape,
-    sampler_settings,
-)
+from entropix_jax.engine.generation import Generation
+from entropix_jax.engine.preparation import CalibratedSampler, encode_prompt, sampler_settings
 from entropix_jax.engine.results import Request
 from entropix_jax.engine.running import check_request
 from entropix_jax.errors import UserError
@@ -29,9 +16,8 @@ from entropix_jax.host.files import read_text
 from entropix_jax.lab.tasks import writing
 from entropix_jax.lab.tasks.task import Item
 from entropix_jax.model.loading import LanguageModel
-from entropix_jax.sampler.calibration import FORMAT, TABLES, generic_calibration
+from entropix_jax.sampler.calibration import TABLES, generic_calibration
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.version import __version__
 
 SAMPLER = "min-p"  # its answers' quantiles are nearer to those of `entropix` than greedy's
 MAX_NEW_TOKENS = 128  # of an answer
@@ -61,116 +47,45 @@ def read_prompts(path: Path) -> list[Item]:
     return prompts
 
 
-def measuring_sampler(name: str, model: LanguageModel) -> CalibratedSampler:
-    """Returns a preset for measurements, resolved with the generic table: the model's own may be
-    missing or invalid."""
-    generic = generic_calibration()
-    sampler = load_sampler(name).resolve(generic)
-    return CalibratedSampler(sampler, sampler_settings(model, sampler), generic)
+def measure_answers(
+    model: LanguageModel, prompts: Sequence[Item], seed: int, on_answer: Callable[[], None]
+) -> dict[str, np.ndarray]:
+    """Answers prompts in one batch, and measures the distribution of each token. Calls `on_answer`
+    after each answer.
 
+    Returns:
+        float32 [n] for each quantity of `calibration.TABLES`, answer by answer in order.
 
-class AnswerRun:
-    """Answers prompts in one batch and stores the metrics of each answer.
-
-    `tokens` counts the tokens of this run.
+    Raises:
+        UserError: a prompt does not fit the model, or an answer failed, for example by NaN logits.
     """
-
-    def __init__(
-        self, model: LanguageModel, prompts: Sequence[Item], *, seed: int, slots: int
-    ) -> None:
-        """Encodes the prompts.
-
-        Raises:
-            UserError: a prompt does not fit the model, or the rows do not fit into memory.
-        """
-        self.tokens = 0
-        self._model = model
-        self._seed = seed
-        sampler = measuring_sampler(SAMPLER, model)
-        self.requests = [self._request(i, prompt, sampler) for i, prompt in enumerate(prompts)]
-        longest = max(len(request.prompt) for request in self.requests) + MAX_NEW_TOKENS
-        capacity = min(bucket(longest, MIN_CAPACITY), model.config.max_positions)
-        self.engine = Engine(model, slots=min(slots, len(prompts)), capacity=capacity)
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """The settings that determine the answers, as JSON."""
-        digests = "".join(request.tag.digest for request in self.requests)
-        return {
-            "calibration_format": FORMAT,
-            "model": self._model.fingerprint,
-            "shape": model_shape(self._model),
-            "precision": self._model.precision.to_json(),
-            "prompts": content_hash(digests.encode()),
-            "sampler": SAMPLER,
-            "max_new_tokens": MAX_NEW_TOKENS,
-            "seed": self._seed,
-            "version": __version__,
-        }
-
-    def run(self, store: Store, on_event: Callable[[], None]) -> None:
-        """Answers the prompts without a result in the store. Calls `on_event` after each token.
-
-        Raises:
-            UserError: an answer failed, for example by NaN logits.
-        """
-        pending = [request for request in self.requests if not store.is_done(request.tag)]
-        for event in self.engine.run(pending):
-            row = event.row
-            self.tokens += event.token is not None
-            if row.error is not None:
-                raise UserError(f"prompt {row.request.row_id}: {row.error}")
-            if row.finish_reason is not None:
-                values = {name: [getattr(t, name) for t in row.tokens] for name in TABLES}
-                store.write(row.request.tag, values)
-            on_event()
-
-    def stop(self) -> None:
-        """Asks the run to end after the current event. A signal handler may call it."""
-        self.engine.stop()
-
-    def _request(self, number: int, prompt: Item, sampler: CalibratedSampler) -> Request:
-        chat = self._model.is_chat_model or not isinstance(prompt.prompt, str)
-        ends = self._model.end_ids(chat=chat)
-        try:
-            tokens = encode_prompt(self._model, prompt.prompt, chat=chat)
-            digest = content_hash(repr((tokens, ends)).encode())
-            request = Request(
-                tokens,
-                sampler,
-                max_new_tokens=MAX_NEW_TOKENS,
-                row_id=prompt.id,
-                seed=self._seed,
-                eos_ids=ends,
-                tag=Record(number + 1, prompt.id, digest),
-            )
-            check_request(self._model, request)
-        except UserError as error:
-            raise UserError(f"prompt {prompt.id}: {error}") from None
-        return request
+    # The model's own table may be missing or invalid.
+    generic = generic_calibration()
+    sampler = load_sampler(SAMPLER).resolve(generic)
+    drawn = CalibratedSampler(sampler, sampler_settings(model, sampler), generic)
+    answers = Generation(model, [_request(model, prompt, drawn, seed) for prompt in prompts])
+    for event in answers:
+        row = event.row
+        if row.error is not None:
+            raise UserError(f"prompt {row.request.row_id}: {row.error}")
+        if row.finish_reason is not None:
+            on_answer()
+    tokens = [token for row in answers.rows for token in row.tokens]
+    return {name: np.array([getattr(t, name) for t in tokens], np.float32) for name in TABLES}
 
 
-def discard_other_run(partial: Path, identity: dict[str, Any]) -> None:
-    """Removes the stored answers of an interrupted calibration with other settings."""
-    sidecar = read_sidecar(str(partial))
-    stored = {} if sidecar is None else sidecar["identity"]
-    if "calibration_format" in stored and find_difference(stored, identity):
-        remove_answers(partial)
-
-
-def remove_answers(partial: Path) -> None:
-    """Removes stored answers and their sidecar."""
-    for path in (partial, Path(f"{partial}.run.json")):
-        with suppress(FileNotFoundError):
-            path.unlink()
-
-
-def read_answers(partial: Path) -> dict[str, np.ndarray]:
-    """Returns the stored metrics of all answers, float32 [n] for each of `TABLES`."""
-    with partial.open(encoding="utf-8") as file:
-        answers = [json.loads(line) for line in file]
-    return {name: _joined(answer[name] for answer in answers) for name in TABLES}
-
-
-def _joined(parts: Iterable[list[float]]) -> np.ndarray:
-    return np.asarray([value for part in parts for value in part], np.float32)
+def _request(model: LanguageModel, prompt: Item, sampler: CalibratedSampler, seed: int) -> Request:
+    chat = model.is_chat_model or not isinstance(prompt.prompt, str)
+    try:
+        request = Request(
+            encode_prompt(model, prompt.prompt, chat=chat),
+            sampler,
+            max_new_tokens=MAX_NEW_TOKENS,
+            row_id=prompt.id,
+            seed=seed,
+            eos_ids=model.end_ids(chat=chat),
+        )
+        check_request(model, request)
+    except UserError as error:
+        raise UserError(f"prompt {prompt.id}: {error}") from None
+    return request

@@ -1,4 +1,5 @@
-"""Runs a study for `ablate` and `evaluate`: progress, interrupts, and the summary as output."""
+"""Runs a study for `ablate` and `evaluate`: common options, progress, interrupts, and the summary
+as output."""
 
 from __future__ import annotations
 
@@ -6,37 +7,56 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
-from rich.markdown import Markdown
+import tyro
 
-from entropix_jax.batch.progress import ProgressView, Standing
-from entropix_jax.cli.options import EXIT_OK, model_name
-from entropix_jax.engine.preparation import calibrate_sampler
+from entropix_jax.cli.options import (
+    EXIT_OK,
+    Activations,
+    Count,
+    Dtype,
+    Folder,
+    Model,
+    Module,
+    model_name,
+)
 from entropix_jax.errors import check_range, require
-from entropix_jax.host.compile_cache import use_compilation_cache
-from entropix_jax.host.interrupts import deferred_interrupts
-from entropix_jax.lab.study import Study
-from entropix_jax.lab.sweep import Calibrate, Sweep
-from entropix_jax.model.loading import LanguageModel, check_backend, load, resolve_model
 
 if TYPE_CHECKING:
     from entropix_jax.batch.output import Store
+    from entropix_jax.lab.sweep import Calibrate, Sweep
     from entropix_jax.lab.trials import TrialRun
+    from entropix_jax.model.loading import LanguageModel
 
 
-def run_study(
-    plan: Callable[[Calibrate], Sweep],
-    folder: Path,
-    *,
-    model: str | None,
-    slots: int,
-    dtype: str | None,
-    precision: str | None,
-) -> int:
+@dataclass(frozen=True, kw_only=True)
+class StudyOptions:
+    """Options of `ablate` and `evaluate`."""
+
+    output: Annotated[str, tyro.conf.arg(metavar="DIR")]
+    """Folder of the results. The same command resumes an interrupted study."""
+    data: Folder = None
+    """Folder of the published files of tasks that are named without a file: gsm8k_test.jsonl,
+    svamp.json, nq_open_dev.jsonl, ifeval.jsonl, prompts.csv (default: the environment variable
+    ENTROPIX_DATA)."""
+    model: Model = None
+    """smollm2, tiny, a folder in the Hugging Face layout, a GGUF file, or a hub id owner/name
+    (default: smollm2 if its package is installed, else tiny)."""
+    slots: Count = 64
+    """Rows in parallel."""
+    dtype: Dtype = None
+    """Dtype of the weights in memory (default: the checkpoint's)."""
+    precision: Activations = None
+    """Type of hidden states (default: on a CPU float32, else the weights')."""
+    plugin: Module = None
+    """Import a Python module whose MECHANISMS the samplers may use. Its code runs."""
+
+
+def run_study(plan: Callable[[Calibrate], Sweep], options: StudyOptions) -> int:
     """Runs a study, prints its summary, and returns the exit status.
 
     Args:
@@ -48,21 +68,28 @@ def run_study(
         UserError: any error that a user can fix.
     """
     # Check what can be checked before the model is loaded.
-    require("lab", "matplotlib", "pyarrow")
-    check_range("--slots", slots, 1)
-    model = model_name(model)
-    path = resolve_model(model)
+    require("lab", "matplotlib", "pandas", "tabulate")
+    check_range("--slots", options.slots, 1)
+    from entropix_jax.cli.status import ProgressView
+    from entropix_jax.engine.preparation import calibrate_sampler
+    from entropix_jax.host.compile_cache import use_compilation_cache
+    from entropix_jax.host.interrupts import deferred_interrupts
+    from entropix_jax.lab.study import Study
+    from entropix_jax.model.loading import check_backend, load, resolve_model
+
+    model, folder = model_name(options.model), Path(options.output)
 
     @cache
     def load_once() -> LanguageModel:
         check_backend()
         use_compilation_cache()
-        return load(str(path), dtype, precision=precision)
+        return load(str(resolve_model(model)), options.dtype, precision=options.precision)
 
     sweep = plan(lambda sampler: calibrate_sampler(sampler, load_once()).sampler)
+    path = resolve_model(model)
     # A hub snapshot's folder is named by its commit, so the hub id is kept as the name.
     name = path.resolve().name if Path(model).exists() else model
-    study = Study(load_once(), sweep, folder, name=name, slots=slots)
+    study = Study(load_once(), sweep, folder, name=name, slots=options.slots)
 
     # Run it, with a progress bar for each phase.
     printed: set[str] = set()
@@ -76,11 +103,7 @@ def run_study(
                 printed.add(note)
         print(f"{phase}: {number} rows{done}", file=sys.stderr)
 
-        def standing() -> Standing:
-            engine = run.engine
-            return Standing(store.done, run.tokens, engine.steps, engine.used)
-
-        with ProgressView(standing, number) as view:
+        with ProgressView(store, run, number) as view:
             yield view.looked
 
     with deferred_interrupts(study.stop, (signal.SIGINT, signal.SIGTERM)) as pressed:
@@ -91,11 +114,6 @@ def run_study(
 
     # Print the summary, without its pictures.
     page = (folder / "summary.md").read_text(encoding="utf-8")
-    text = page.partition("\n![")[0]
-    console = Console()
-    if console.is_terminal:
-        console.print(Markdown(text))
-    else:
-        print(text)
+    print(page.partition("\n![")[0])
     print(f"written: {folder}/ (summary.md, findings.json, results.csv, plots/)", file=sys.stderr)
     return EXIT_OK

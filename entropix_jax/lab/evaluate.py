@@ -1,33 +1,22 @@
-"""`python -m entropix_jax.evaluate`: compares samplers, each tuned with the same effort."""
+"""`entropix-jax evaluate`: compares samplers, each tuned with the same effort."""
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
-from entropix_jax.cli.options import (
-    Activations,
-    Count,
-    Dtype,
-    Folder,
-    Model,
-    Module,
-    Texts,
-    own_mechanisms,
-    parse,
-    run_command,
-)
-from entropix_jax.errors import UserError, check_range
+from entropix_jax.cli.options import Count, OptionalCount, Texts, own_mechanisms
+from entropix_jax.errors import check_range
+from entropix_jax.lab.command import StudyOptions, run_study
 
 _SAMPLERS = ("temperature", "greedy", "entropix")
 _Names = Annotated[Texts, tyro.conf.arg(metavar="NAME ...", help_behavior_hint="")]
 
 
-@dataclass(frozen=True)
-class Arguments:
+@dataclass(frozen=True, kw_only=True)
+class Arguments(StudyOptions):
     """Evaluates samplers on tasks. The first sampler and majority votes of its samples are the
     baseline.
 
@@ -39,8 +28,6 @@ class Arguments:
     """sums, word-problems, facts, forks, documents (for the tiny model); gsm8k, svamp, nq-open,
     ifeval, writing, each with its file (svamp:FILE.json) or without (see --data); or your own,
     module:attribute or file.py:attribute."""
-    output: Annotated[str, tyro.conf.arg(metavar="DIR")]
-    """Folder of the results. The same command resumes an interrupted study."""
     sampler: _Names = ()
     """Presets or files (default: temperature greedy entropix)."""
     items: Count = 100
@@ -52,84 +39,37 @@ class Arguments:
     (0: no tuning)."""
     tune_items: Count = 50
     """Items of each task to tune on."""
-    max_new_tokens: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    max_new_tokens: OptionalCount = None
     """Limit of an answer (default: the task's own)."""
-    data: Folder = None
-    """Folder of the published files of tasks that are named without a file: gsm8k_test.jsonl,
-    svamp.json, nq_open_dev.jsonl, ifeval.jsonl, prompts.csv (default: the environment variable
-    ENTROPIX_DATA)."""
-    model: Model = None
-    """smollm2, tiny, a folder in the Hugging Face layout, a GGUF file, or a hub id owner/name
-    (default: smollm2 if its package is installed, else tiny)."""
-    slots: Count = 64
-    """Rows in parallel."""
-    dtype: Dtype = None
-    """Dtype of the weights in memory (default: the checkpoint's)."""
-    precision: Activations = None
-    """Type of hidden states (default: on a CPU float32, else the weights')."""
-    plugin: Module = None
-    """Import a Python module whose MECHANISMS the samplers may use. Its code runs."""
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.evaluate") -> int:
+def run(arguments: Arguments) -> int:
     """Runs the command and returns its exit status."""
-    return run_command(lambda: _main(parse(Arguments, argv, prog)))
-
-
-def _main(arguments: Arguments) -> int:
     check_range("--items", arguments.items, 0)
     check_range("--seeds", arguments.seeds, 1)
     check_range("--tune", arguments.tune, 0)
     check_range("--tune-items", arguments.tune_items, 1)
     check_range("--max-new-tokens", arguments.max_new_tokens, 1)
-    from entropix_jax.lab.by_task import NONE, ByTask
-    from entropix_jax.lab.command import run_study
-    from entropix_jax.lab.sweep import Calibrate, Setting, Sweep, list_names, make_tuning
-    from entropix_jax.lab.tasks.registry import locate_task
-    from entropix_jax.sampler.presets import load_sampler
+    from entropix_jax.lab.sweep import Calibrate, Sweep, make_sweep
 
-    names = list(dict.fromkeys(itertools.chain(*arguments.sampler))) or list(_SAMPLERS)
-    tasks = tuple(dict.fromkeys(itertools.chain(*arguments.task)))
-    if not tasks:
-        raise UserError("--task must be given (see --help)")
-    located = tuple(locate_task(name, arguments.data) for name in tasks)
-    own = own_mechanisms(arguments.plugin)
-    samplers = [load_sampler(name, own) for name in names]
+    samplers = list(dict.fromkeys(itertools.chain(*arguments.sampler))) or list(_SAMPLERS)
+    tasks = list(dict.fromkeys(itertools.chain(*arguments.task)))
+    content: dict[str, Any] = {
+        "description": f"{', '.join(samplers)} on {', '.join(tasks)}",
+        "tasks": tasks,
+        "items": arguments.items,
+        "seeds": [*range(arguments.seeds)],
+    }
+    if arguments.max_new_tokens is not None:
+        content["max_new_tokens"] = arguments.max_new_tokens
+    if arguments.tune:
+        plan_of_tuning = {"settings": arguments.tune, "items": arguments.tune_items}
+        content["tuning"] = {"samplers": samplers, **plan_of_tuning}
+    else:
+        content["samplers"] = samplers
 
     def plan(calibrate: Calibrate) -> Sweep:
-        settings: tuple[Setting, ...] = ()
-        tuning = None
-        if arguments.tune:
-            tuning = make_tuning(
-                names,
-                settings=arguments.tune,
-                items=ByTask(arguments.tune_items),
-                seeds=[0],
-                calibrate=calibrate,
-                mechanisms=own,
-            )
-        else:
-            settings = tuple(Setting(sampler.name, sampler) for sampler in samplers)
-        return Sweep(
-            description=f"{', '.join(names)} on {', '.join(tasks)}",
-            tasks=located,
-            prompts=None,
-            items=ByTask(arguments.items),
-            skip=NONE,
-            seeds=tuple(range(arguments.seeds)),
-            most_seeds=ByTask(0),
-            split="test",
-            max_new_tokens=ByTask(arguments.max_new_tokens),
-            settings=settings,
-            tuning=tuning,
-            baseline=list_names(settings, tuning)[0],
-        )
+        own = own_mechanisms(arguments.plugin)
+        return make_sweep(content, Path(), calibrate, own, arguments.data)
 
-    return run_study(
-        plan,
-        Path(arguments.output),
-        model=arguments.model,
-        slots=arguments.slots,
-        dtype=arguments.dtype,
-        precision=arguments.precision,
-    )
+    return run_study(plan, arguments)

@@ -1,161 +1,389 @@
-"""A study's findings: numbers with intervals, from the aggregates of its rows."""
+"""A study's findings: means and differences with intervals, as data frames."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import json
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from entropix_jax.lab.comparison import SCORE, Comparison, compare
-from entropix_jax.lab.digest import KINDS, PREDICTORS, Digest, SettingDigest
-from entropix_jax.lab.statistics import Bin, Bootstrap, Interval, auroc_interval, reliability
-from entropix_jax.lab.truth import Truth
-from entropix_jax.lab.votes import MAJORITY
+from entropix_jax.lab.measures import self_bleu
+from entropix_jax.lab.results import own_measures
+from entropix_jax.lab.statistics import (
+    Bootstrap,
+    Floats,
+    auroc_interval,
+    joint_intervals,
+    percentile_interval,
+)
+from entropix_jax.lab.votes import KINDS, MAJORITY, VOTES, Sample, rotate
 
-# By setting and kind of `KINDS`: cost in forward passes and score of each number of samples.
-Several = Mapping[tuple[str, str], tuple[tuple[float, Interval], ...]]
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """The result of tuning one sampler."""
-
-    sampler: str
-    candidates: int
-    score: float  # of the best candidate, on the tuning split
-    default_score: float  # of the unchanged sampler
-    values: Mapping[str, Any]  # that the best candidate changes
-
-
-@dataclass(frozen=True)
-class Line:
-    """One setting's row of the table of scores."""
-
-    setting: SettingDigest
-    score: Interval
-    cost: float  # forward passes, averaged like the score
-    over_baseline: Interval | None  # joint for all settings; None for the baseline itself
-    over_base: Interval | None  # over the setting that it is a change of, if it is one
-    at_equal_cost: Interval | None  # over majority votes of the baseline
+SCORE = "score"
+ALL = "all scored tasks"
+# Candidate predictors of errors: a higher value should mean an error.
+PREDICTORS = ("mean_entropy", "max_entropy", "mean_varentropy", "max_varentropy", "perplexity")
+SELF_BLEU = "self_bleu"
+# Measures of any text, by which tasks without a score are compared besides their own.
+TEXT_MEASURES = ("logprob", "distinct_1", "distinct_2", "repetition", SELF_BLEU)
+_MEANS = (SCORE, "perplexity", "distinct_1", "distinct_2", "repetition")  # over texts
 
 
 @dataclass(frozen=True)
 class Findings:
-    """The results of a study, with intervals."""
+    """The results of a study.
 
-    digest: Digest
-    baseline: str
-    sizes: tuple[int, ...]  # numbers of samples for one answer
-    comparison: Comparison
-    lines: tuple[Line, ...]  # over the scored tasks; empty without one
-    several: Several  # over the scored tasks
-    several_by_task: Mapping[str, Several]  # of each scored task
-    predictors: Mapping[tuple[str, str], Mapping[str, Interval]]  # AUROCs by setting and task
-    bins: Mapping[str, list[Bin]]  # of the mean entropy, by setting
-    truth: tuple[Truth, ...]
-    tuned: tuple[Tuned, ...]
+    The rows of each frame are in the study's order. An `estimate` is an `Interval`. The task of all
+    scored tasks together, if there are several, is `ALL`, the first one.
+
+    Attributes:
+        rows: the frame of `results.read_results`.
+        baselines: the settings that the others are compared with.
+        sizes: numbers of samples for one answer.
+        free: tasks of free text, without votes.
+        overall: `ALL`, or the only scored task; None without one.
+        means: by setting, of each measure over all texts.
+        costs: task, setting, tokens, forwards and seconds_per_token.
+        values: task, setting, measure, estimate. `compared` marks the measures that a task is
+            compared by: its score, or all its measures if it has none.
+        differences: task, baseline, setting, measure, estimate, verdict. Those of a task and
+            baseline are joint.
+        scores: by setting, over the scored tasks: forwards, averaged like the score, and the
+            estimate at_equal_forwards, over majority votes of the first baseline, or None.
+        several: task, setting, kind, samples, forwards, estimate of the score.
+        predictors: setting, task, and AUROCs.
+        tuned: sampler, candidates, unchanged (its score), score (of the best) and values.
+    """
+
+    rows: pd.DataFrame
+    baselines: tuple[str, ...]
+    sizes: tuple[int, ...]
+    free: frozenset[str]
+    overall: str | None
+    means: pd.DataFrame
+    costs: pd.DataFrame
+    values: pd.DataFrame
+    differences: pd.DataFrame
+    scores: pd.DataFrame
+    several: pd.DataFrame
+    predictors: pd.DataFrame
+    tuned: pd.DataFrame
+
+    @property
+    def settings(self) -> list[str]:
+        """Names of the settings."""
+        return [*self.rows["setting"].unique()]
+
+    def to_json(self) -> dict[str, Any]:
+        """The frames of figures as lists of records. An estimate is `{value, low, high}`; a figure
+        that no text has is null."""
+        frames = {
+            "costs": self.costs,
+            "values": self.values,
+            "differences": self.differences,
+            "scores": self.scores,
+            "several_samples": self.several,
+            "predictors": self.predictors,
+        }
+        options: dict[str, Any] = {"orient": "records", "double_precision": 6}
+        records = {
+            name: json.loads(frame.to_json(default_handler=vars, **options))
+            for name, frame in frames.items()
+        }
+        return {"baselines": [*self.baselines], "sizes": [*self.sizes], **records}
 
 
-def analyse_digest(
-    digest: Digest,
+class _Sums:
+    """Rows summed over seeds: parts and wholes of each measure by setting and item. A mean is the
+    parts over the wholes."""
+
+    def __init__(self, rows: pd.DataFrame, free: Collection[str]) -> None:
+        self.rows = rows.assign(place=rows.groupby(["task", "item"], sort=False).ngroup())
+        self.settings, self.tasks = [*rows["setting"].unique()], [*rows["task"].unique()]
+        whole = rows["score"].notna().groupby(rows["task"]).all()
+        self.scored = [task for task in self.tasks if whole[task]]
+        self.task_of = self.rows.groupby("place")["task"].first()
+
+        # By row.
+        parts = rows[[*_MEANS]].copy()
+        wholes = parts.notna().astype(float)
+        tokens = rows["tokens"].astype(float)
+        for name, part, of in (
+            ("logprob", -tokens * np.log(rows["perplexity"]), tokens * wholes["perplexity"]),
+            ("tokens", tokens, 1.0),
+            ("forwards", rows["forwards"], 1.0),
+            ("seconds_per_token", rows["seconds"], tokens),
+        ):
+            parts[name], wholes[name] = part, of
+        for name in own_measures(rows):  # before others of their names
+            part, of = rows[f"measure_{name}"], rows[f"measure_{name}_of"]
+            if name in parts:
+                part, of = part.combine_first(parts[name]), of.combine_first(wholes[name])
+            parts[name], wholes[name] = part, of
+
+        # By setting and item. A score is a mean over seeds, then items.
+        by = [self.rows["setting"], self.rows["place"]]
+        parts, wholes = (each.groupby(by, sort=False).sum() for each in (parts, wholes))
+        parts[SCORE] = (parts[SCORE] / wholes[SCORE]).fillna(0.0)
+        wholes[SCORE] = (wholes[SCORE] > 0).astype(float)
+        texts = self.rows[rows["task"].isin(free)].groupby(["setting", "place"])["text"]
+        bleu = texts.agg(lambda own: self_bleu([*own])).reindex(parts.index).astype(float)
+        parts[SELF_BLEU], wholes[SELF_BLEU] = bleu.fillna(0.0), bleu.notna().astype(float)
+        self._parts, self._wholes = parts, wholes
+
+    def measures(self, task: str) -> list[str]:
+        """The measures that a task's texts have: its own ones first."""
+        rows = self.rows[self.rows["task"] == task]
+        wholes = self._chosen(self._wholes, [task]).any()
+        return [
+            name for name in dict.fromkeys((*own_measures(rows), *TEXT_MEASURES)) if wholes[name]
+        ]
+
+    def bootstrap(self, tasks: Sequence[str]) -> Bootstrap:
+        """Resamples of the items of some tasks."""
+        return Bootstrap([self.tasks.index(task) for task in self.task_of if task in tasks])
+
+    def of_items(self, setting: str, name: str, tasks: Sequence[str]) -> tuple[Floats, Floats]:
+        """Parts and wholes [I] of a measure on the items of some tasks."""
+        parts, wholes = (
+            self._chosen(frame, tasks).loc[setting, name].to_numpy()
+            for frame in (self._parts, self._wholes)
+        )
+        return parts, wholes
+
+    def mean_of_items(self, setting: str, name: str, tasks: Sequence[str]) -> Floats:
+        """Means [I] of a measure that all texts have."""
+        parts, wholes = self.of_items(setting, name, tasks)
+        return parts / wholes
+
+    def means(self, tasks: Sequence[str]) -> pd.DataFrame:
+        """The means of each measure over the texts of some tasks, by setting; NaN without one."""
+        parts, wholes = (
+            self._chosen(frame, tasks).groupby(level="setting", sort=False).sum()
+            for frame in (self._parts, self._wholes)
+        )
+        return parts / wholes.where(wholes > 0)
+
+    def _chosen(self, frame: pd.DataFrame, tasks: Sequence[str]) -> pd.DataFrame:
+        places = self.task_of.index[self.task_of.isin(tasks)]
+        return frame[frame.index.get_level_values("place").isin(places)]
+
+
+def analyse(
+    rows: pd.DataFrame,
+    votes: Mapping[str, bool],
     baselines: Sequence[str],
-    bases: Mapping[str, str],
     sizes: Sequence[int],
     watched: Sequence[str],
-    truth: Sequence[Truth] = (),
-    tuned: Sequence[Tuned] = (),
+    tuned: pd.DataFrame,
 ) -> Findings:
     """Computes a study's findings.
 
     Args:
+        rows: ordered by item, then setting, then seed.
+        votes: by the task's name, whether a majority of its answers is meaningful.
         baselines: the settings that the others are compared with by task; the first one also by
             several of its samples at equal forwards.
-        bases: for each setting that is a change of another one, the other one.
-        sizes: numbers of samples for one answer.
+        sizes: numbers of samples for one answer, ascending from 1.
         watched: the settings whose predictors of errors are evaluated.
+        tuned: see `Findings`.
     """
-    base = digest.settings[baselines[0]]
-    comparison = compare(digest, baselines)
-    scored = digest.scored()
-    items = digest.items(scored)
-    lines: list[Line] = []
-    several: Several = {}
-    by_task: dict[str, Several] = {}
-
-    # Scores: each setting alone, against the baseline, and against the baseline's votes.
-    if comparison.overall is not None:
-        bootstrap = Bootstrap([digest.strata[item] for item in items])
-        sizes = [k for k in sizes if (MAJORITY, k) in base.several]
-        curve = np.stack([base.score(k)[items] for k in sizes])
-        costs = np.stack([base.cost(k)[items] for k in sizes])
-        over_baseline = comparison.overall.over[base.name]
-        for name, setting in digest.settings.items():
-            score, cost = setting.score()[items], setting.cost()[items]
-            over_base = at_equal_cost = None
-            if setting is not base and len(sizes) > 1:
-                at_equal_cost = bootstrap.over_curve(costs, curve, cost, score)
-            if name in bases:
-                over_base = bootstrap.estimate(score - digest.settings[bases[name]].score()[items])
-            lines.append(
-                Line(
-                    setting=setting,
-                    score=comparison.overall.values[name, SCORE],
-                    cost=bootstrap.mean(cost),
-                    over_baseline=over_baseline.get((name, SCORE)),
-                    over_base=over_base,
-                    at_equal_cost=at_equal_cost,
-                )
-            )
+    free = frozenset(task for task in rows["task"].unique() if not votes[task])
+    sums = _Sums(rows, free)
+    scored = sums.scored
+    several_tasks = {ALL: scored} if len(scored) > 1 else {}
+    groups = {**several_tasks, **{task: [task] for task in sums.tasks}}
+    compared = [_compare(sums, name, tasks, baselines) for name, tasks in groups.items()]
+    values, differences = (
+        pd.concat(frames, ignore_index=True) for frames in zip(*compared, strict=True)
+    )
+    costs = [
+        sums.means(tasks)[["tokens", "forwards", "seconds_per_token"]].assign(task=name)
+        for name, tasks in groups.items()
+    ]
+    scores = several = pd.DataFrame()
+    if scored:
+        answers = _answers(sums.rows[rows["task"].isin(scored)], free, sizes)
+        scores = _scores(sums, answers, baselines[0], sizes)
         if len(sizes) > 1:
-            several = _several(digest, scored, sizes)
-            by_task = {scored[0]: several}
-            if len(scored) > 1:
-                by_task = {task: _several(digest, [task], sizes) for task in scored}
-
-    # Predictors of errors, over all scored tasks and within each.
-    predictors: dict[tuple[str, str], dict[str, Interval]] = {}
-    bins: dict[str, list[Bin]] = {}
-    for name in watched if scored else ():
-        setting = digest.settings[name]
-        of_rows = np.asarray(setting.row_items, np.int64)
-        scores = np.asarray(setting.row_scores)
-        parts = {task: np.isin(of_rows, digest.items([task])) for task in scored}
-        for task, part in {"all": np.isin(of_rows, items), **parts}.items():
-            wrong = scores[part] < 1
-            if len(np.unique(wrong)) < 2:
-                continue  # all right or all wrong: nothing to predict
-            predictors[name, task] = {
-                key: auroc_interval(np.asarray(setting.predictors[key])[part], wrong, of_rows[part])
-                for key in PREDICTORS
-            }
-        if (name, "all") in predictors:
-            part = np.isin(of_rows, items)
-            entropies = np.asarray(setting.predictors["mean_entropy"])
-            bins[name] = reliability(entropies[part], scores[part])
+            with_score = {name: own for name, own in groups.items() if own[0] in scored}
+            frames = [_several(sums, answers, *group, sizes) for group in with_score.items()]
+            several = pd.concat(frames, ignore_index=True)
     return Findings(
-        digest=digest,
-        baseline=base.name,
+        rows=rows,
+        baselines=tuple(baselines),
         sizes=tuple(sizes),
-        comparison=comparison,
-        lines=tuple(lines),
+        free=free,
+        overall=next(iter((*several_tasks, *scored)), None),
+        means=sums.means(sums.tasks),
+        costs=pd.concat(costs).reset_index(),
+        values=values,
+        differences=differences,
+        scores=scores,
         several=several,
-        several_by_task=by_task,
-        predictors=predictors,
-        bins=bins,
-        truth=tuple(truth),
-        tuned=tuple(tuned),
+        predictors=_predictors(sums, watched),
+        tuned=tuned,
     )
 
 
-def _several(digest: Digest, tasks: Sequence[str], sizes: Sequence[int]) -> Several:
-    items = digest.items(tasks)
-    bootstrap = Bootstrap([digest.strata[item] for item in items])
-    several: dict[tuple[str, str], tuple[tuple[float, Interval], ...]] = {}
-    for name, setting in digest.settings.items():
+def _compare(
+    sums: _Sums, name: str, tasks: Sequence[str], baselines: Sequence[str]
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Values of one task, or of all scored ones together, and differences from each baseline."""
+    scored = tasks[0] in sums.scored
+    # Texts of unlike tasks are not put together.
+    measures = sums.measures(name) if len(tasks) == 1 else []
+    columns = [SCORE] if scored else measures
+    bootstrap = sums.bootstrap(tasks)
+    # Values, and the same of each resample.
+    found = {
+        (setting, measure): bootstrap.ratio(*sums.of_items(setting, measure, tasks))
+        for setting in sums.settings
+        for measure in dict.fromkeys((*columns, *measures))
+    }
+    values = [
+        (name, setting, measure, measure in columns, percentile_interval(*resampled))
+        for (setting, measure), resampled in found.items()
+    ]
+    differences = []
+    for baseline in baselines:
+        keys = [(s, measure) for s in sums.settings if s != baseline for measure in columns]
+        if keys:
+            over = [found[key][0] - found[baseline, key[1]][0] for key in keys]
+            each = np.stack([found[key][1] - found[baseline, key[1]][1] for key in keys])
+            joint = joint_intervals(over, each)
+            differences += [
+                (name, baseline, *key, one, one.verdict)
+                for key, one in zip(keys, joint, strict=True)
+            ]
+    return (
+        pd.DataFrame(values, columns=["task", "setting", "measure", "compared", "estimate"]),
+        pd.DataFrame(
+            differences, columns=["task", "baseline", "setting", "measure", "estimate", "verdict"]
+        ),
+    )
+
+
+def _answers(rows: pd.DataFrame, free: Collection[str], sizes: Sequence[int]) -> pd.DataFrame:
+    """Scores and forwards of k samples put to one answer, by setting, kind and k; columns are
+    (score or forwards, item). Without votes, every k of a vote is a single sample."""
+    found = []
+    rows = rows.assign(
+        answer=rows["answer"].replace({np.nan: None}),
+        logprob=-np.log(rows["perplexity"].fillna(math.inf)),
+        lowest_group_confidence=rows["lowest_group_confidence"].fillna(0.0),
+    )
+    fields = ["answer", "score", "logprob", "lowest_group_confidence"]
+    for (setting, place, task), own in rows.groupby(["setting", "place", "task"], sort=False):
+        samples = [Sample(*values) for values in zip(*(own[name] for name in fields), strict=True)]
+        cost = own["forwards"].mean()
+        for k, (kind, choose) in itertools.product(sizes, KINDS.items()):
+            number = 1 if task in free and kind in VOTES else k
+            score = np.mean([choose(run) for run in rotate(samples, number)])
+            found.append((setting, kind, k, place, score, cost * number))
+    index = ["setting", "kind", "samples", "place"]
+    frame = pd.DataFrame(found, columns=[*index, SCORE, "forwards"])
+    return frame.set_index(index).unstack("place")
+
+
+def _scores(
+    sums: _Sums,
+    answers: pd.DataFrame,
+    baseline: str,
+    sizes: Sequence[int],
+) -> pd.DataFrame:
+    bootstrap, found = sums.bootstrap(sums.scored), []
+
+    def curve(name: str) -> Floats:
+        return np.stack([answers[name].loc[(baseline, MAJORITY, k)] for k in sizes])
+
+    for setting in sums.settings:
+        score, cost = (
+            sums.mean_of_items(setting, name, sums.scored) for name in (SCORE, "forwards")
+        )
+        at_equal = None
+        if setting != baseline and len(sizes) > 1:
+            at_equal = bootstrap.over_curve(curve("forwards"), curve(SCORE), cost, score)
+        found.append((setting, bootstrap.mean(cost), at_equal))
+    return pd.DataFrame(found, columns=["setting", "forwards", "at_equal_forwards"])
+
+
+def compare_searches(
+    rows: pd.DataFrame,
+    votes: Mapping[str, bool],
+    curve: Sequence[str],
+    pairs: Sequence[tuple[str, str]],
+) -> pd.DataFrame:
+    """Compares settings at equal forward passes with a curve of other settings, interpolated
+    linearly between their costs, and pairs of settings with each other by these differences. The
+    mean over the scored tasks.
+
+    Args:
+        rows: as in `analyse`.
+        votes: by the task's name, whether a majority of its answers is meaningful.
+        curve: settings of rising costs, such as votes of more and more samples.
+        pairs: settings of which the first is compared with the second.
+
+    Returns:
+        setting, forwards, score and difference, an `Interval`. All intervals are joint (max-t).
+    """
+    sums = _Sums(rows, frozenset(task for task in rows["task"].unique() if not votes[task]))
+    bootstrap = sums.bootstrap(sums.scored)
+
+    def of(setting: str) -> list[Floats]:
+        return [sums.mean_of_items(setting, name, sums.scored) for name in ("forwards", SCORE)]
+
+    points = sorted((of(setting) for setting in curve), key=lambda point: bootstrap.mean(point[0]))
+    costs, scores = (np.stack(one) for one in zip(*points, strict=True))
+    others = [setting for setting in sums.settings if setting not in curve]
+    found = {s: bootstrap.resampled_over_curve(costs, scores, *of(s)) for s in others}
+    for one, other in pairs:
+        (value, each), (less, each_less) = found[one], found[other]
+        found[f"{one} - {other}"] = value - less, each - each_less
+    values, resampled = zip(*found.values(), strict=True)
+    joint = joint_intervals(values, np.stack(resampled))
+    means = {s: [bootstrap.mean(one) for one in of(s)] for s in others}
+    return pd.DataFrame(
+        [
+            (name, *means.get(name, (None, None)), one)
+            for name, one in zip(found, joint, strict=True)
+        ],
+        columns=["setting", "forwards", SCORE, "difference"],
+    )
+
+
+def _several(
+    sums: _Sums, answers: pd.DataFrame, name: str, tasks: Sequence[str], sizes: Sequence[int]
+) -> pd.DataFrame:
+    bootstrap, found = sums.bootstrap(tasks), []
+    places = sums.task_of.index[sums.task_of.isin(tasks)]
+    for setting in sums.settings:
         for kind in KINDS:
-            costs = [bootstrap.mean(setting.cost(k, kind)[items]) for k in sizes]
-            scores = np.stack([setting.score(k, kind)[items] for k in sizes])
-            several[name, kind] = tuple(zip(costs, bootstrap.estimates(scores), strict=True))
-    return several
+            own = answers.loc[[(setting, kind, k) for k in sizes]]
+            scores, costs = (own[key][places].to_numpy() for key in (SCORE, "forwards"))
+            for k, cost, score in zip(sizes, costs, scores, strict=True):
+                estimate = bootstrap.estimate(score)
+                found.append((name, setting, kind, k, bootstrap.mean(cost), estimate))
+    columns = ["task", "setting", "kind", "samples", "forwards", "estimate"]
+    return pd.DataFrame(found, columns=columns)
+
+
+def _predictors(sums: _Sums, watched: Sequence[str]) -> pd.DataFrame:
+    """Predictors of errors over all scored tasks and within each."""
+    predictors = []
+    rows = sums.rows[sums.rows["task"].isin(sums.scored) & sums.rows["mean_entropy"].notna()]
+    for setting in watched:
+        whole = rows[rows["setting"] == setting]
+        for task in ("all", *sums.scored):
+            part = whole if task == "all" else whole[whole["task"] == task]
+            wrong = (part["score"] < 1).to_numpy()
+            if len(np.unique(wrong)) < 2:
+                continue  # all right or all wrong: nothing to predict
+            places = part["place"].to_numpy()
+            aurocs = [auroc_interval(part[key].to_numpy(), wrong, places) for key in PREDICTORS]
+            predictors.append((setting, task, *aurocs))
+    return pd.DataFrame(predictors, columns=["setting", "task", *PREDICTORS])

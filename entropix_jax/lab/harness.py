@@ -1,45 +1,55 @@
-"""`python -m entropix_jax.harness`: the lm-evaluation-harness's command with this package's models.
-
-The harness knows a model of another package only once something has imported it. This command does,
-and hands its arguments on.
-"""
+"""`entropix-jax harness`: the lm-evaluation-harness's command with this package's models."""
 
 import importlib
 import sys
 import traceback
 from collections.abc import Sequence
 
-from entropix_jax.cli.options import EXIT_OK, run_command
+from entropix_jax.cli.options import EXIT_OK
 from entropix_jax.errors import UserError
 
+_HELP = """usage: entropix-jax harness [OPTIONS]
 
-def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.harness") -> int:
+Runs tasks of EleutherAI's lm-evaluation-harness with a model and a sampler of this package:
+
+    entropix-jax harness --model_args pretrained=DIR,sampler=entropix,seed=1 --tasks gsm8k
+
+OPTIONS are those of `lm_eval run`. This command needs the extra `harness`, which is not installed:
+
+    pip install 'entropix-jax[harness]'
+
+Then --help lists the options."""
+
+
+def run(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit status.
 
     The arguments are those of `lm_eval run`, where `--model entropix_jax` and `--batch_size auto`
     are the defaults, or those of `lm_eval ls` and `lm_eval validate`.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    return run_command(lambda: _main(arguments, prog))
-
-
-def _main(arguments: list[str], prog: str) -> int:
-    # It registers the model, or says that the harness is missing.
-    importlib.import_module("entropix_jax.lab.harness_lm")
+    try:
+        importlib.import_module("entropix_jax.lab.harness_lm")  # registers the model
+    except UserError:  # lm_eval is not installed
+        if not {"-h", "--help"}.isdisjoint(arguments):
+            print(_HELP)
+            return EXIT_OK
+        raise
     from lm_eval.__main__ import cli_evaluate
 
     from entropix_jax.host.compile_cache import use_compilation_cache
 
     use_compilation_cache()
+    arguments = list(arguments)
     if arguments[:1] == ["run"]:
         del arguments[0]
     if arguments[:1] not in (["ls"], ["validate"]):
         arguments = ["run", *_with_defaults(arguments)]
-    before, sys.argv = sys.argv, [prog, *arguments]
+    before, sys.argv = sys.argv, ["entropix-jax harness", *arguments]
     try:
         cli_evaluate()
     except ValueError as error:
-        if _raised_in(error).startswith("lm_eval.config"):  # of the arguments
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__")).startswith("lm_eval.config"):  # of the arguments
             raise UserError(str(error)) from error
         raise
     finally:
@@ -47,23 +57,12 @@ def _main(arguments: list[str], prog: str) -> int:
     return EXIT_OK
 
 
-def _raised_in(error: BaseException) -> str:
-    """The name of the module that raised it."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__"))
-
-
 def _with_defaults(arguments: list[str]) -> list[str]:
-    """The arguments of `run`, with the model where they name none, and the size of a batch where
-    neither they nor a file of settings does. No arguments at all stay so: they ask for help."""
-    if not arguments:
-        return []
-    if not _given(arguments, "--model", "-M"):
+    """Adds the default model and batch size, unless the arguments, or their file of settings, have
+    them. No arguments stay none, which prints the help."""
+    names = {argument.partition("=")[0] for argument in arguments}
+    if arguments and names.isdisjoint({"--model", "-M"}):
         arguments = ["--model", "entropix_jax", *arguments]
-    if not _given(arguments, "--batch_size", "-b", "--config", "-C"):
+    if arguments and names.isdisjoint({"--batch_size", "-b", "--config", "-C"}):
         arguments = ["--batch_size", "auto", *arguments]
     return arguments
-
-
-def _given(arguments: Sequence[str], *names: str) -> bool:
-    return any(argument.partition("=")[0] in names for argument in arguments)

@@ -1,22 +1,24 @@
-"""Plots of a study's results, each as PNG and SVG."""
+"""Plots of a study's findings, each as PNG and SVG."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import pandas as pd
 
 from entropix_jax.errors import require
-from entropix_jax.lab.figures import COLOURS, MARKERS, error_bars, escape, figure, point
-from entropix_jax.lab.findings import Findings
-from entropix_jax.lab.task_plots import draw_differences, draw_trade_offs
+from entropix_jax.host.files import replacing
+from entropix_jax.lab.findings import SCORE, Findings
+from entropix_jax.lab.statistics import NOT_SIGNIFICANT, Interval
 from entropix_jax.lab.votes import MAJORITY
-from entropix_jax.names import REGIMES
 
-_REGIME_COLOURS = dict(
-    zip(REGIMES, ("#56B4E9", "#009E73", "#E69F00", "#D55E00", "#BBBBBB"), strict=True)
-)
+# Okabe and Ito's colour-blind safe palette.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#000000")
+MARKERS = "osD^vP*X"
+_MAX_HEIGHT = 400.0  # inches; matplotlib limits a PNG to 2^16 rows of pixels
 
 
 def draw_plots(findings: Findings, folder: Path) -> list[str]:
@@ -28,124 +30,175 @@ def draw_plots(findings: Findings, folder: Path) -> list[str]:
         UserError: a file cannot be written, or matplotlib is not installed.
     """
     require("lab", "matplotlib")
-    names = []
-    if findings.lines:
-        names.append(_scores(findings, folder))
-        names += draw_differences(findings, folder)
-        names += draw_trade_offs(findings, folder)
-        names += _responses(findings, folder)
-    names.append(_regimes(findings, folder))
-    if findings.bins:
-        names.append(_reliability(findings, folder))
-    if findings.truth:
-        names.append(_truth(findings, folder))
-    return names
+    if not findings.overall:
+        return []
+    return [
+        _scores(findings, folder),
+        *_differences(findings, folder),
+        *_responses(findings, folder),
+    ]
+
+
+@contextmanager
+def _figure(
+    folder: Path, name: str, *, width: float = 9.0, height: float = 4.5, panels: int = 1
+) -> Iterator[list[Any]]:
+    """Yields axes side by side with one vertical axis, and then writes `name.png` and `name.svg`.
+    Their background is white, so that they are legible on any page."""
+    import matplotlib
+    from matplotlib import pyplot
+
+    # No window, and files that are the same from run to run.
+    pyplot.switch_backend("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "entropix_jax"
+    size = (width, min(height, _MAX_HEIGHT))
+    drawn, axes = pyplot.subplots(
+        1, panels, figsize=size, layout="constrained", sharey=True, squeeze=False
+    )
+    for one in axes[0]:
+        one.spines[["top", "right"]].set_visible(False)
+        one.grid(alpha=0.25)
+        one.set_axisbelow(True)
+    try:
+        yield [*axes[0]]
+        metadata: dict[str, dict[str, Any]] = {"png": {"Software": None}, "svg": {"Date": None}}
+        for suffix, without_date in metadata.items():
+            with replacing(folder / f"{name}.{suffix}") as scratch:
+                drawn.savefig(scratch, format=suffix, dpi=150, metadata=without_date)
+    finally:
+        pyplot.close(drawn)
+
+
+def _legend(axes: Any) -> None:
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, frameon=False)
+
+
+def error_bars(scores: Sequence[Interval]) -> list[list[float]]:
+    """Lengths [2, n] of the error bars, down and up. A percentile interval need not contain the
+    value, so they are clipped at 0."""
+    return [
+        [max(s.value - s.low, 0.0) for s in scores],
+        [max(s.high - s.value, 0.0) for s in scores],
+    ]
+
+
+def _escape(name: str) -> str:
+    """Escapes a name, so that matplotlib does not read `$` as mathematics."""
+    return name.replace("$", r"\$")
+
+
+def _overall(findings: Findings) -> pd.Series:
+    """The scores over all scored tasks, by setting."""
+    values = findings.values
+    chosen = values[(values["task"] == findings.overall) & (values["measure"] == SCORE)]
+    return chosen.set_index("setting")["estimate"]
 
 
 def _scores(findings: Findings, folder: Path) -> str:
     """Score against forward passes; majority votes of the baseline as a line."""
-    lines = findings.lines
-    with figure(folder, "scores", height=max(4.5, 0.24 * len(lines))) as axes:
-        for number, line in enumerate(lines):
-            point(axes, number, line.setting.name, line.cost, line.score)
-        if votes := findings.several.get((findings.baseline, MAJORITY)):
-            costs = [cost for cost, _ in votes]
-            values = [score.value for _, score in votes]
-            bounds = [score.low for _, score in votes], [score.high for _, score in votes]
-            label = escape(f"majorities of {findings.baseline} samples")
-            axes.plot(costs, values, color="#888888", label=label)
-            axes.fill_between(costs, *bounds, color="#888888", alpha=0.15, linewidth=0)
-        if all(line.cost for line in lines):  # a logarithmic axis has no 0
+    scores, several = findings.scores, findings.several
+    estimates = _overall(findings)
+    with _figure(folder, "scores", height=max(4.5, 0.24 * len(scores))) as (axes,):
+        for number, (name, cost) in enumerate(
+            zip(scores["setting"], scores["forwards"], strict=True)
+        ):
+            axes.errorbar(
+                cost,
+                estimates[name].value,
+                yerr=error_bars([estimates[name]]),
+                fmt=MARKERS[number // len(COLOURS) % len(MARKERS)],
+                color=COLOURS[number % len(COLOURS)],
+                label=_escape(name),
+                capsize=2,
+                markersize=5,
+                linewidth=1,
+            )
+        if len(several):
+            groups = several.groupby(["task", "setting", "kind"])
+            votes = groups.get_group((findings.overall, findings.baselines[0], MAJORITY))
+            label = _escape(f"majorities of {findings.baselines[0]} samples")
+            style, estimates = {"color": "#888888"}, [*votes["estimate"]]
+            low, high = [e.low for e in estimates], [e.high for e in estimates]
+            axes.plot(votes["forwards"], [e.value for e in estimates], label=label, **style)
+            axes.fill_between(votes["forwards"], low, high, alpha=0.15, linewidth=0, **style)
+        if scores["forwards"].all():  # a logarithmic axis has no 0
             axes.set_xscale("log", subs=[2, 3, 5])
         for axis in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
             axis("{x:g}")
         axes.set_xlabel("forward passes per answer, beyond the prompt")
         axes.set_ylabel("score")
-        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, frameon=False)
+        _legend(axes)
     return "scores"
+
+
+def _differences(findings: Findings, folder: Path) -> list[str]:
+    """A forest plot for each baseline: settings as rows, a panel for each scored task."""
+    names: list[str] = []
+    found = findings.differences[findings.differences["measure"] == SCORE]
+    for baseline, own in found.groupby("baseline", sort=False):
+        tasks = [*own.groupby("task", sort=False)]
+        rows = [*own["setting"].unique()]
+        names.append(f"differences-{len(names) + 1}" if names else "differences")
+        width, height = 2.2 + 2.4 * len(tasks), 1.3 + 0.24 * len(rows)
+        with _figure(folder, names[-1], width=width, height=height, panels=len(tasks)) as panels:
+            for panel, (task, of_task) in zip(panels, tasks, strict=True):
+                _forest(panel, of_task)
+                panel.set_title(_escape(task), fontsize=9)
+            panels[0].set_yticks(range(len(rows)), [_escape(name) for name in rows], fontsize=8)
+            panels[0].invert_yaxis()
+            panels[0].figure.supxlabel(
+                _escape(f"score over {baseline}, joint 95 % intervals"), fontsize=9
+            )
+    return names
+
+
+def _forest(axes: Any, differences: pd.DataFrame) -> None:
+    """Filled where the difference is significant."""
+    axes.axvline(0, color="#000000", linewidth=0.8)
+    for place, (over, verdict) in enumerate(
+        zip(differences["estimate"], differences["verdict"], strict=True)
+    ):
+        seen = verdict != NOT_SIGNIFICANT
+        axes.errorbar(
+            over.value,
+            place,
+            xerr=error_bars([over]),
+            fmt="o",
+            color=COLOURS[0] if seen else "#808080",
+            markerfacecolor=COLOURS[0] if seen else "white",
+            markersize=4.5,
+            capsize=2,
+            linewidth=1.2,
+        )
+    axes.tick_params(axis="x", labelsize=8)
+    axes.locator_params(axis="x", nbins=4)
 
 
 def _responses(findings: Findings, folder: Path) -> list[str]:
     """Score against value, one plot per varied key."""
-    keys = sorted({key for line in findings.lines for key in line.setting.varied})
+    varied = findings.rows.drop_duplicates("setting").set_index("setting")["varied"]
+    scores = _overall(findings)
     names = []
-    for key in keys:
-        points = [line for line in findings.lines if key in line.setting.varied]
-        values = [line.setting.varied[key] for line in points]
-        if len({str(value) for value in values}) < 2:
+    for key in sorted({key for values in varied for key in values}):
+        points = pd.DataFrame(
+            [(own[key], scores[name]) for name, own in varied.items() if key in own],
+            columns=["place", "score"],
+        )
+        if points["place"].map(str).nunique() < 2:
             continue
-        numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
-        places = values if numeric else [escape(str(value)) for value in values]
-        scores = [line.score for line in points]
-        name = f"response-{key}"
-        with figure(folder, name, width=6) as axes:
-            values_of = [s.value for s in scores]
-            axes.errorbar(
-                places,
-                values_of,
-                yerr=error_bars(scores),
-                fmt="o",
-                color=COLOURS[0],
-                capsize=2,
-                alpha=0.7,
-            )
-            means: dict[Any, list[float]] = {}
-            for place, value in zip(places, values_of, strict=True):
-                means.setdefault(place, []).append(value)
+        numeric = all(type(place) in (int, float) for place in points["place"])
+        if not numeric:
+            points["place"] = [_escape(str(value)) for value in points["place"]]
+        values = points["score"].map(lambda score: score.value)
+        names.append(f"response-{key}")
+        with _figure(folder, names[-1], width=6) as (axes,):
+            bars = error_bars(points["score"])
+            style = {"fmt": "o", "color": COLOURS[0], "capsize": 2, "alpha": 0.7}
+            axes.errorbar(points["place"], values, yerr=bars, **style)
+            means = values.groupby(points["place"]).mean()
             if numeric and len(means) < len(points):  # a grid: also the mean over the other keys
-                line = sorted((place, float(np.mean(found))) for place, found in means.items())
-                axes.plot(*zip(*line, strict=True), color=COLOURS[4], label="mean")
+                axes.plot(means.index, means, color=COLOURS[4], label="mean")
                 axes.legend(frameon=False)
             axes.set_xlabel(key)
             axes.set_ylabel("score")
-        names.append(name)
     return names
-
-
-def _regimes(findings: Findings, folder: Path) -> str:
-    """Shares of the regimes by setting."""
-    settings = list(findings.digest.settings.values())
-    with figure(folder, "regimes", height=1.2 + 0.26 * len(settings)) as axes:
-        left = np.zeros(len(settings))
-        for regime in REGIMES:
-            shares = np.array([100 * s.regimes[regime] / max(s.tokens, 1) for s in settings])
-            names = [escape(s.name) for s in settings]
-            axes.barh(names, shares, left=left, color=_REGIME_COLOURS[regime], label=regime.upper())
-            left += shares
-        axes.invert_yaxis()
-        axes.set_xlim(0, 100)
-        axes.set_xlabel("share of the tokens, %")
-        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, frameon=False)
-    return "regimes"
-
-
-def _reliability(findings: Findings, folder: Path) -> str:
-    """Mean score by the text's mean entropy."""
-    with figure(folder, "reliability", width=6) as axes:
-        for number, (name, bins) in enumerate(findings.bins.items()):
-            axes.plot(
-                [b.mean for b in bins],
-                [b.score for b in bins],
-                marker=MARKERS[number % len(MARKERS)],
-                color=COLOURS[number % len(COLOURS)],
-                label=escape(name),
-            )
-        axes.set_ylim(-0.02, 1.02)
-        axes.set_xlabel("mean entropy of the text, bits (deciles)")
-        axes.set_ylabel("mean score")
-        axes.legend(frameon=False, fontsize=8)
-    return "reliability"
-
-
-def _truth(findings: Findings, folder: Path) -> str:
-    """True entropy and the model's, by regime."""
-    places = np.arange(len(findings.truth))
-    with figure(folder, "truth", width=6) as axes:
-        true = [float(t.true_entropy.mean()) for t in findings.truth]
-        model = [float(t.model_entropy.mean()) for t in findings.truth]
-        axes.bar(places - 0.2, true, 0.4, color="#888888", label="true")
-        axes.bar(places + 0.2, model, 0.4, color=COLOURS[0], label="model's")
-        axes.set_xticks(places, [t.regime.upper() for t in findings.truth])
-        axes.set_ylabel("mean entropy, bits")
-        axes.legend(frameon=False)
-    return "truth"

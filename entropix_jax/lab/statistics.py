@@ -1,27 +1,25 @@
-"""Statistics of scores: bootstrap intervals, also joint ones, paired differences, votes, and AUROC.
+"""Statistics of scores: bootstrap intervals, also joint ones, paired differences, and AUROC.
 
-Legend: I items, k samples per vote. An item's score is a mean over seeds. The bootstrap resamples
+Legend: I items. An item's score is a mean over seeds. The bootstrap resamples
 items, since seeds of one item are not independent.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-T = TypeVar("T")
 
 RESAMPLES = 10_000
 _AUROC_RESAMPLES = 1000  # fewer, since each is a sort
-_BINS = 10
 _COVERAGE = 0.95
 _ROUNDING = 1e-9  # differences below are rounding errors
+NOT_SIGNIFICANT = "not significant"
 
 
 @dataclass(frozen=True)
@@ -33,14 +31,17 @@ class Interval:
     high: float
 
     def __str__(self) -> str:
+        """The value with its interval; empty for NaN."""
+        if np.isnan(self.value):
+            return ""
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
     @property
     def verdict(self) -> str:
-        """For a difference: the side of 0 that the interval lies on."""
+        """For a difference: `higher` or `lower` if it is significant (its interval excludes 0)."""
         if self.low > _ROUNDING:
             return "higher"
-        return "lower" if self.high < -_ROUNDING else "no difference seen"
+        return "lower" if self.high < -_ROUNDING else NOT_SIGNIFICANT
 
 
 class Bootstrap:
@@ -69,16 +70,8 @@ class Bootstrap:
         return float(self._even @ values)
 
     def estimate(self, scores: Floats) -> Interval:
-        """The same mean of `scores[I]`, with its interval."""
+        """The mean over tasks of the mean over items of `scores[I]`, with its interval."""
         return percentile_interval(self.mean(scores), self._weights @ scores)
-
-    def estimates(self, scores: Floats) -> list[Interval]:
-        """The same of `scores[n, I]`, by one product of matrices."""
-        resampled = scores @ self._weights.T
-        return [
-            percentile_interval(self.mean(own), each)
-            for own, each in zip(scores, resampled, strict=True)
-        ]
 
     def ratio(self, parts: Floats, wholes: Floats) -> tuple[float, Floats]:
         """The mean of `parts[I]` over the mean of `wholes[I]`, and the same of each resample
@@ -88,25 +81,23 @@ class Bootstrap:
         whole = self.mean(wholes)
         return self.mean(parts) / whole if whole else float("nan"), each
 
-    def curve(self, costs: Floats, scores: Floats, cost: Floats) -> tuple[Floats, Floats]:
-        """Interpolates a cost-score curve linearly, clamped at both ends.
+    def over_curve(self, costs: Floats, curve: Floats, cost: Floats, scores: Floats) -> Interval:
+        """The interval of `resampled_over_curve`."""
+        return percentile_interval(*self.resampled_over_curve(costs, curve, cost, scores))
+
+    def resampled_over_curve(
+        self, costs: Floats, curve: Floats, cost: Floats, scores: Floats
+    ) -> tuple[float, Floats]:
+        """The difference of `scores[I]`, reached at `cost[I]` forward passes, from a curve at the
+        same cost, interpolated linearly and clamped at both ends, and that of each resample.
 
         Args:
-            costs, scores: [n, I], forward passes and scores of each item at n points of the curve.
-            cost: [I], forward passes at which the curve is read.
-
-        Returns:
-            The score over all items, and for each resample [resamples].
+            costs, curve: [n, I], forward passes and scores of each item at n points of the curve.
         """
-        even = np.interp(self._even @ cost, costs @ self._even, scores @ self._even)
-        at, xs, ys = (self._weights @ v.T for v in (cost, costs, scores))
-        each = [np.interp(*found) for found in zip(at, xs, ys, strict=True)]
-        return np.asarray(even), np.asarray(each)
-
-    def over_curve(self, costs: Floats, curve: Floats, cost: Floats, scores: Floats) -> Interval:
-        """The difference of `scores[I]`, reached at `cost[I]`, from a curve at the same cost."""
-        even, each = self.curve(costs, curve, cost)
-        return percentile_interval(self.mean(scores) - float(even), self._weights @ scores - each)
+        even = np.interp(self._even @ cost, costs @ self._even, curve @ self._even)
+        at, xs, ys = (self._weights @ v.T for v in (cost, costs, curve))
+        each = np.array([np.interp(*found) for found in zip(at, xs, ys, strict=True)])
+        return self.mean(scores) - float(even), self._weights @ scores - each
 
 
 def percentile_interval(value: float, resampled: Floats) -> Interval:
@@ -127,11 +118,9 @@ def joint_intervals(values: Sequence[float], resampled: Floats) -> list[Interval
     (Westfall and Young 1993, ch. 2; Romano and Wolf 2005, "Stepwise Multiple Testing as Formalized
     Data Snooping", with studentised statistics).
 
-    Unlike Bonferroni's it follows how the estimates vary together, here strongly, by their common
-    items, random numbers and baseline; and it needs no percentile so far out that few resamples are
-    beyond it (of 10,000 and 100 comparisons, 2.5). Estimates that few items bear have heavy tails,
-    and widen all. It is the single step of the stepwise test,
-    which rejects more but has no two-sided intervals.
+    Unlike Bonferroni's correction it uses the correlation of the estimates, which share items,
+    random numbers and a baseline. It is the single-step form of the stepwise test, which rejects
+    more hypotheses but has no two-sided intervals.
 
     Args:
         values: the n estimates; a NaN has a NaN interval.
@@ -156,30 +145,14 @@ def joint_intervals(values: Sequence[float], resampled: Floats) -> list[Interval
     ]
 
 
-def majority_vote(answers: Sequence[str | None]) -> str | None:
-    """The most frequent answer (self-consistency, Wang et al. 2022), on a tie the first of them.
-    None if no sample has an answer."""
-    counts = Counter(answer for answer in answers if answer is not None)
-    return max(counts, key=lambda answer: counts[answer]) if counts else None
-
-
-def rotate(samples: Sequence[T], k: int) -> list[list[T]]:
-    """All runs of `k` consecutive samples, wrapping around: one begins with each sample, and every
-    sample takes part in `k` of them."""
-    n = len(samples)
-    return [[samples[(i + j) % n] for j in range(k)] for i in range(n)]
-
-
 def auroc(scores: Floats, positive: NDArray[np.bool_]) -> float:
     """The area under the ROC curve: the probability that a positive case scores higher than a
     negative one, ties counting half (Mann-Whitney). NaN if one class is empty or a score is NaN."""
     positives, negatives = int(positive.sum()), int((~positive).sum())
     if not positives or not negatives or np.isnan(scores).any():
         return float("nan")
-    order = np.argsort(scores, kind="stable")
-    _, first, counts = np.unique(scores[order], return_index=True, return_counts=True)
-    ranks = np.repeat(first + (counts + 1) / 2, counts)  # from 1; ties share their mean
-    total = float(ranks[positive[order]].sum())
+    ranks = pd.Series(scores).rank().to_numpy()  # from 1; ties share their mean
+    total = float(ranks[positive].sum())
     return (total - positives * (positives + 1) / 2) / (positives * negatives)
 
 
@@ -201,30 +174,3 @@ def auroc_interval(
         if not np.isnan(value):
             resampled.append(value)
     return percentile_interval(auroc(scores, positive), np.asarray(resampled or [np.nan]))
-
-
-@dataclass(frozen=True)
-class Bin:
-    """Rows with neighbouring predictor values, and their mean score."""
-
-    low: float
-    high: float
-    mean: float
-    number: int
-    score: float
-
-
-def reliability(values: Floats, scores: Floats) -> list[Bin]:
-    """Splits rows by predictor value into ten bins of equal size, with the mean score of each."""
-    order = np.argsort(values, kind="stable")
-    parts = [part for part in np.array_split(order, _BINS) if len(part)]
-    return [
-        Bin(
-            low=float(values[part[0]]),
-            high=float(values[part[-1]]),
-            mean=float(values[part].mean()),
-            number=len(part),
-            score=float(scores[part].mean()),
-        )
-        for part in parts
-    ]

@@ -13,63 +13,36 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
+import pandas as pd
 
 from entropix_jax.batch.output import Store
 from entropix_jax.batch.records import content_hash
 from entropix_jax.engine.preparation import CalibratedSampler
+from entropix_jax.engine.search import SINGLE
 from entropix_jax.errors import UserError
 from entropix_jax.host.files import replacing
-from entropix_jax.lab.by_task import NONE, ByTask
-from entropix_jax.lab.digest import Digest, collect_digest
-from entropix_jax.lab.findings import Findings, Tuned, analyse_digest
-from entropix_jax.lab.record import record_findings
-from entropix_jax.lab.summary import format_summary
-from entropix_jax.lab.sweep import Setting, Sweep, name_tuned
-from entropix_jax.lab.tables import Results, write_scores, write_tables
+from entropix_jax.lab.findings import Findings, analyse, compare_searches
+from entropix_jax.lab.page import format_page, format_searches
+from entropix_jax.lab.plots import draw_plots
+from entropix_jax.lab.results import read_results, write_results, write_scores
+from entropix_jax.lab.sweep import NONE, ByTask, Setting, Sweep, name_tuned
 from entropix_jax.lab.tasks.registry import find_task
 from entropix_jax.lab.tasks.task import Split, Task
-from entropix_jax.lab.trials import (
-    TUNING,
-    Prompts,
-    Question,
-    Trial,
-    TrialRun,
-    choose_capacity,
-    list_trials,
-    read_questions,
-)
-from entropix_jax.lab.truth import compare_with_truth, has_world_vocabulary
+from entropix_jax.lab.trials import TUNING, Phase, Question, TrialRun, read_questions
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import code_identity
 from entropix_jax.version import __version__
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "safetensors", "tokenizers")
+_CAPACITY_STEP = 64  # tokens; cache capacities are multiples of it
 _SIZES = (1, 3, 5, 7, 9, 15, 25, 41)  # samples for one answer; odd, as two that differ tie
-_TRUTH_TEXTS = 40
-
-
-@dataclass(frozen=True)
-class _Phase:
-    """The items and seeds of the tuning or the test run."""
-
-    name: str
-    split: Split
-    items: ByTask
-    seeds: tuple[int, ...]
-    skip: ByTask = NONE
-    most_seeds: ByTask = NONE
-
-    def seeds_of(self, task: str) -> tuple[int, ...]:
-        """The seeds of a task."""
-        return self.seeds[: self.most_seeds.of(task) or None]
 
 
 class Study:
@@ -91,25 +64,34 @@ class Study:
         self._sweep = sweep
         self._folder = folder
         self._slots = slots
+        self._capacity = 0
         self._run: TrialRun | None = None
         self._stopping = False
-        if sweep.prompts is None:
-            self._tasks: list[Task] = [find_task(name) for name in sweep.tasks]
-        else:
-            self._tasks = [Prompts(sweep.prompts)]
+        self._tasks = [find_task(name) for name in sweep.tasks]
         names = [task.name for task in self._tasks]
         if len(set(names)) < len(names):
             raise UserError(f"two tasks are called '{max(names, key=names.count)}'")
-        sweep.items.check_tasks("items", names)
-        sweep.skip.check_tasks("skip", names)
-        sweep.most_seeds.check_tasks("most_seeds", names)
-        sweep.max_new_tokens.check_tasks("max_new_tokens", names)
+        for key in ("items", "skip", "most_seeds", "max_new_tokens"):
+            getattr(sweep, key).check_tasks(key, names)
         if sweep.tuning is not None:
             sweep.tuning.items.check_tasks("tuning.items", names)
         if sweep.tuning and not any(task.scored for task in self._tasks):
             raise UserError(f"tuning: no score to tune by: {', '.join(names)} has none")
+        for setting in sweep.settings:
+            where, method = f"setting '{setting.name}'", setting.method
+            if setting.forks > slots:
+                raise UserError(f"{where}: {setting.forks} forks do not fit into {slots} slots")
+            free = [task.name for task in self._tasks if not task.votes]
+            if free and setting.forks > 1 and method.choice == "vote":
+                answers = f"the answers of task '{free[0]}' are free text"
+                raise UserError(f"{where}: method '{method.name}' votes: {answers}")
         # Hashed now, as it was just imported: the file may change while the study runs.
-        self._codes = {task.name: _hash_code(task) for task in self._tasks if _is_user_task(task)}
+        # The version of this package identifies the code of its own tasks.
+        self._codes = {
+            task.name: _hash_code(task)
+            for task in self._tasks
+            if type(task).__module__.partition(".")[0] != "entropix_jax"
+        }
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -135,143 +117,165 @@ class Study:
             UserError: the folder has another study's results, or cannot be written.
         """
         sweep, tuning = self._sweep, self._sweep.tuning
-        test = _Phase("test", sweep.split, sweep.items, sweep.seeds, sweep.skip, sweep.most_seeds)
+        test = Phase(
+            "test",
+            tuple(self._questions(sweep.split, sweep.items, sweep.skip, self._tasks)),
+            sweep.seeds,
+            sweep.most_seeds,
+        )
         settings, tuned = list(sweep.settings), []
         if tuning is None:
-            slots, capacity = self._shape({test: len(settings)})
+            self._shape((test, len(settings)))
         else:
             # Tune: run all candidates on the tuning split, and add the best of each sampler.
-            tuning_phase = _Phase(TUNING, "tuning", tuning.items, tuning.seeds)
+            scored = [task for task in self._tasks if task.scored]
+            questions = tuple(self._questions("tuning", tuning.items, NONE, scored))
+            phase = Phase(TUNING, questions, tuning.seeds)
             candidates = list(chain.from_iterable(tuning.candidates.values()))
-            numbers = {tuning_phase: len(candidates), test: len(settings) + len(tuning.candidates)}
-            slots, capacity = self._shape(numbers)
-            results = self._run_phase(tuning_phase, candidates, slots, capacity, watch)
+            number = len(settings) + len(tuning.candidates)
+            self._shape((phase, len(candidates)), (test, number))
+            about = {"split": "tuning", "items": tuning.items.to_json()}
+            results = self._run_phase(phase, about, candidates, watch)
             if results is None:
                 return None
-            digest = collect_digest(results, self._votes, sizes=(1,))
             for name, group in tuning.candidates.items():
-                best, result = _choose_best(digest, name, group)
+                best, result = _choose_best(results, name, group)
                 settings.append(best)
                 tuned.append(result)
 
         # Test: run all settings on the test split.
-        results = self._run_phase(test, settings, slots, capacity, watch)
+        about = {"split": sweep.split, "items": sweep.items.to_json()}
+        optional = {"skip": sweep.skip, "most_seeds": sweep.most_seeds}
+        about |= {key: value.to_json() for key, value in optional.items() if value != NONE}
+        results = self._run_phase(test, about, settings, watch)
         if results is None:
             return None
-        fewest = min(len(test.seeds_of(task.name)) for task in self._tasks)
+        fewest = min(len(test.seeds_of(task)) for task in self._tasks)
         sizes = [k for k in _SIZES if k <= fewest]
-        digest = collect_digest(results, self._votes, sizes=sizes)
-        return self._write(results, digest, settings, sizes, tuned)
+        return self._write(results, settings, sizes, pd.DataFrame(tuned))
 
-    def _tasks_of(self, phase: _Phase) -> list[Task]:
-        """The tasks of a phase: samplers are tuned by those that have a score."""
-        return [task for task in self._tasks if task.scored or phase.name != TUNING]
+    def _questions(
+        self, split: Split, items: ByTask, skip: ByTask, tasks: Sequence[Task]
+    ) -> Iterator[Question]:
+        for task in tasks:
+            numbers = (items.of(task.name) or 0, self._sweep.max_new_tokens.of(task.name))
+            skipped = skip.of(task.name) or 0
+            yield from read_questions(self._model, task, split, *numbers, skipped)
 
-    def _questions(self, phase: _Phase) -> Iterator[Question]:
-        for task in self._tasks_of(phase):
-            items, skip = phase.items.of(task.name) or 0, phase.skip.of(task.name) or 0
-            most = self._sweep.max_new_tokens.of(task.name)
-            yield from read_questions(self._model, task, phase.split, items, most, skip)
-
-    def _count(self, phase: _Phase) -> int:
-        """The number of a phase's rows for one setting."""
-        return sum(len(phase.seeds_of(one.task.name)) for one in self._questions(phase))
-
-    def _shape(self, settings: Mapping[_Phase, int]) -> tuple[int, int]:
-        """The number of rows in parallel and their cache capacity, common to all phases, so that
-        they share compiled programs. `settings` gives each phase's number of settings."""
-        numbers = [self._count(phase) * number for phase, number in settings.items()]
-        questions = chain.from_iterable(map(self._questions, settings))
-        return min(self._slots, max(numbers)), choose_capacity(self._model, questions)
+    def _shape(self, *phases: tuple[Phase, int]) -> None:
+        """Sets the rows in parallel and their cache capacity, the same for all phases, so that they
+        share compiled programs. Each phase comes with its number of settings."""
+        self._slots = min(self._slots, max(phase.rows * number for phase, number in phases))
+        longest = max(phase.longest for phase, _ in phases)
+        capacity = -(-longest // _CAPACITY_STEP) * _CAPACITY_STEP
+        self._capacity = min(capacity, self._model.config.max_positions)
 
     def _run_phase(
         self,
-        phase: _Phase,
+        phase: Phase,
+        about: Mapping[str, Any],
         settings: Sequence[Setting],
-        slots: int,
-        capacity: int,
         watch: Callable[[str, int, Store, TrialRun], Any],
-    ) -> Results | None:
+    ) -> pd.DataFrame | None:
         """Runs the rows of a phase that have no result; None if that was stopped."""
-
-        def trials() -> Iterator[Trial]:
-            return list_trials(phase.name, self._questions(phase), settings, phase.seeds_of)
-
-        number = self._count(phase) * len(settings)
-        self._run = TrialRun(self._model, settings, slots=slots, capacity=capacity)
+        number = phase.rows * len(settings)
+        self._run = run = TrialRun(
+            self._model, settings, slots=self._slots, capacity=self._capacity
+        )
         path = self._folder / f"{phase.name}.jsonl"
-        with Store(str(path), self._identity(phase, settings, self._run.samplers)) as store:
+        with Store(str(path), self._identity(phase, about, settings, run.samplers)) as store:
             # Check every trial, as a stored result may belong to a question that has changed.
-            if not all(store.is_done(trial.record) for trial in trials()) and not self._stopping:
-                with watch(phase.name, number, store, self._run) as on_event:
-                    self._run.run(trials(), store, on_event)
-        return None if self._stopping else Results(path, number)
-
-    @property
-    def _votes(self) -> dict[str, bool]:
-        return {task.name: task.votes for task in self._tasks}
+            done = [store.is_done(trial.record) for trial in phase.trials(settings)]
+            if not all(done) and not self._stopping:
+                with watch(phase.name, number, store, run) as on_event:
+                    run.run(phase.trials(settings), store, on_event)
+        if self._stopping:
+            return None
+        return read_results(path, (trial.id for trial in phase.trials(settings)))
 
     def _identity(
-        self, phase: _Phase, settings: Sequence[Setting], samplers: Mapping[str, CalibratedSampler]
+        self,
+        phase: Phase,
+        about: Mapping[str, Any],
+        settings: Sequence[Setting],
+        samplers: Mapping[str, CalibratedSampler],
     ) -> dict[str, Any]:
         model = self._model
+        tasks = {question.task.name: question.task for question in phase.questions}
         return {
             "model_fingerprint": model.fingerprint,
             "precision": model.precision.to_json(),
             "phase": phase.name,
-            "tasks": [task.name for task in self._tasks_of(phase)],  # without paths
-            "split": phase.split,
-            "items": phase.items.to_json(),
-            **({"skip": phase.skip.to_json()} if phase.skip != NONE else {}),
+            "tasks": [*tasks],  # without paths
+            **about,
             "seeds": list(phase.seeds),
-            **({"most_seeds": phase.most_seeds.to_json()} if phase.most_seeds != NONE else {}),
             "max_new_tokens": self._sweep.max_new_tokens.to_json(),
-            "settings": {setting.name: dict(samplers[setting.name].values) for setting in settings},
+            "settings": {s.name: {**samplers[s.name].values, **_search(s)} for s in settings},
             "version": __version__,
-            "judges": {task.name: dict(task.identity()) for task in self._tasks_of(phase)},
+            "judges": {name: dict(task.identity()) for name, task in tasks.items()},
             **({"task_code": self._codes} if self._codes else {}),
             **code_identity(settings[0].sampler.mechanisms if settings else ()),
         }
 
     def _write(
         self,
-        results: Results,
-        digest: Digest,
+        results: pd.DataFrame,
         settings: Sequence[Setting],
         sizes: Sequence[int],
-        tuned: Sequence[Tuned],
+        tuned: pd.DataFrame,
     ) -> Findings:
         """Computes the findings, and writes tables, plots and the summary."""
-        from entropix_jax.lab.plots import draw_plots
-
         sweep, folder = self._sweep, self._folder
         assert self._run is not None
         samplers = self._run.samplers
-        bases = {s.name: s.base for s in settings if s.base is not None}
-        base = next((s for s in settings if s.name in bases.values()), settings[0])
-        watched = list(dict.fromkeys((base.name, sweep.baseline)))
-
-        # Findings, with the model's true entropy where the generator of the text knows it.
-        truth = []
-        if _has_world_task(self._tasks) and has_world_vocabulary(self._model):
-            truth = compare_with_truth(self._model, samplers[base.name], texts=_TRUTH_TEXTS)
-        baselines = (sweep.baseline, *sweep.baselines)
-        findings = analyse_digest(digest, baselines, bases, sizes, watched, truth, tuned)
+        findings = analyse(
+            results,
+            {task.name: task.votes for task in self._tasks},
+            baselines=(sweep.baseline, *sweep.baselines),
+            sizes=sizes,
+            watched=list(dict.fromkeys((settings[0].name, sweep.baseline))),
+            tuned=tuned,
+        )
 
         # The files.
-        varied = sorted({key for setting in settings for key in setting.varied})
-        measures = list(dict.fromkeys(chain.from_iterable(digest.own.values())))
-        write_tables(results, varied, measures, folder, "results")
+        write_results(results, folder / "results.csv")
         write_scores(results, folder / "scores.csv")
         about = self._about(settings, len(results))
-        _write_json(folder / "study.json", about | {"settings": _parameters(settings, samplers)})
-        _write_json(folder / "findings.json", record_findings(findings))
+        parameters = {
+            setting.name: {
+                "sampler": setting.sampler.name,
+                "varied": dict(setting.varied),
+                **_search(setting),
+                "parameters": dict(sorted(samplers[setting.name].values.items())),
+            }
+            for setting in settings
+        }
+        _write_json(folder / "study.json", about | {"settings": parameters})
+        _write_json(folder / "findings.json", findings.to_json())
         plots = draw_plots(findings, folder / "plots")
-        page = format_summary(findings, about)
+        page = format_page(findings, about) + self._compare_searches(results, settings)
         page += "".join(f"\n![{name}](plots/{name}.png)\n" for name in plots)
         with replacing(folder / "summary.md") as scratch:
             scratch.write_text(page, encoding="utf-8", errors="backslashreplace")
         return findings
+
+    def _compare_searches(self, results: pd.DataFrame, settings: Sequence[Setting]) -> str:
+        """The section on searches at equal forward passes, if there are any to compare: with one
+        sample of the baseline and its self-consistency, and `NAME-N` with `random-forks-N`."""
+        base = next(s for s in settings if s.name == self._sweep.baseline)
+        votes = [s for s in settings if s.method.name == "self-consistency"]
+        curve = [base.name, *(s.name for s in votes if s.sampler.name == base.sampler.name)]
+        others = [s.name for s in settings if s.method is not SINGLE and s.name not in curve]
+        if len(curve) < 2 or not others or not any(task.scored for task in self._tasks):
+            return ""
+        random = {s.forks: s.name for s in settings if s.method.is_random}
+        pairs = [
+            (s.name, random[s.forks])
+            for s in settings
+            if s.method.forks_at is not None and not s.method.is_random and s.forks in random
+        ]
+        meaningful = {task.name: task.votes for task in self._tasks}
+        return format_searches(compare_searches(results, meaningful, curve, pairs), curve)
 
     def _about(self, settings: Sequence[Setting], rows: int) -> dict[str, Any]:
         """Describes what was run, and with what."""
@@ -302,40 +306,28 @@ class Study:
         }
 
 
-def _parameters(
-    settings: Sequence[Setting], samplers: Mapping[str, CalibratedSampler]
-) -> dict[str, Any]:
-    """All values of each setting's sampler."""
-    return {
-        setting.name: {
-            "sampler": setting.sampler.name,
-            "varied": dict(setting.varied),
-            "parameters": dict(sorted(samplers[setting.name].values.items())),
-        }
-        for setting in settings
+def _search(setting: Setting) -> dict[str, Any]:
+    """A setting's method and its most continuations, if it searches."""
+    return {} if setting.forks == 1 else {"method": setting.method.name, "forks": setting.forks}
+
+
+def _choose_best(
+    rows: pd.DataFrame, name: str, group: Sequence[Setting]
+) -> tuple[Setting, dict[str, Any]]:
+    """The candidate with the highest score; on a tie the cheaper, then the first. And its row of
+    `Findings.tuned`."""
+    items = rows.groupby(["setting", "task", "item"])[["score", "forwards"]].mean()
+    scores = items["score"].groupby(["setting", "task"]).mean().groupby("setting").mean()
+    costs = items["forwards"].groupby("setting").mean()
+    best = max(group, key=lambda one: (round(scores[one.name], 9), -costs[one.name]))
+    tuned = {
+        "sampler": name,
+        "candidates": len(group),
+        "unchanged": scores[group[0].name],
+        "score": scores[best.name],
+        "values": best.varied,
     }
-
-
-def _choose_best(digest: Digest, name: str, group: Sequence[Setting]) -> tuple[Setting, Tuned]:
-    """The candidate with the highest score; on a tie the cheaper, then the first."""
-    strata = np.asarray(digest.strata)
-
-    def score(setting: Setting) -> float:
-        scores = digest.settings[setting.name].score()
-        tasks = range(len(digest.tasks))
-        return float(np.mean([scores[strata == task].mean() for task in tasks]))
-
-    def merit(setting: Setting) -> tuple[float, float]:
-        return round(score(setting), 9), -float(digest.settings[setting.name].cost().mean())
-
-    best = max(group, key=merit)
-    tuned = Tuned(name, len(group), score(best), score(group[0]), best.varied)
     return replace(best, name=name_tuned(name, group), varied={}), tuned
-
-
-def _is_user_task(task: Task) -> bool:
-    """Whether a task is not part of this package, whose version identifies its code."""
-    return type(task).__module__.partition(".")[0] != "entropix_jax"
 
 
 def _hash_code(task: Task) -> str | None:
@@ -347,31 +339,23 @@ def _hash_code(task: Task) -> str | None:
         return None
 
 
-def _has_world_task(tasks: Sequence[Task]) -> bool:
-    return any(type(task).__module__ == "entropix_jax.lab.tasks.tiny" for task in tasks)
-
-
 def _write_json(path: Path, content: Any) -> None:
     with replacing(path) as scratch:
         scratch.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def checked_out_commit() -> str | None:
-    """The commit of the repository that the package is run from, `-dirty` where files that Git
-    knows have been changed since. None elsewhere, or without Git."""
+    """The commit of the repository that the package runs from, with `-dirty` if tracked files have
+    changed. None for an installed package, or without Git."""
     root = Path(__file__).parent.parent.parent
     git = shutil.which("git")
     if git is None or not (root / ".git").exists():
         return None
-    about = ["describe", "--always", "--dirty", "--abbrev=12"]
+    command = [git, "--no-optional-locks", "-C", str(root), "describe", "--always", "--dirty"]
     try:
         found = subprocess.run(
-            [git, "--no-optional-locks", "-C", str(root), *about],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=False,
+            [*command, "--abbrev=12"], capture_output=True, text=True, timeout=10, check=False
         )
-    except (OSError, subprocess.SubprocessError):  # no reason to lose what it is told of
+    except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip() or None

@@ -1,49 +1,13 @@
 """Sweeps: the tasks, settings, items and seeds of a study, read from a TOML file.
 
-A sweep file is TOML:
-
-    description = "..."
-    tasks = ["sums", "facts"]     # names that `tasks.registry` knows; or prompts = "FILE.jsonl"
-    items = 100                   # of each task; 0 for all. Or { sums = 50, facts = 100 }
-    skip = 0                      # items of each task that come before those, as in another study
-    seeds = [0, 1, 2]
-    most_seeds = { facts = 1 }    # how many of them, from the first on, a task takes
-    split = "test"
-    max_new_tokens = 64           # default: the task's own. Or by task, as `items`
-    base = "entropix"             # the sampler to change, itself a setting
-    baseline = "entropix"         # the setting that the others are compared with
-    baselines = ["greedy"]        # further ones
-
-    [set]                         # changes to every setting
-    "branch.depth" = 8
-    [settings.no-branch]          # a setting: changes to the base, or to another sampler
-    "arms.lehv" = "explore"
-    [settings.greedy]
-    sampler = "greedy"
-    [grid]                        # a setting for each combination
-    "thresholds.h1" = ["20%", 0.5]
-    [random]                      # a setting for each random draw
-    settings = 16
-    seed = 0
-    [random.over]
-    "base.temperature" = { from = 0.2, to = 2.0, scale = "log" }
-    "arms.lehv" = ["branch", "explore"]
-    [tuning]                      # tunes these samplers first, on the tuning split
-    samplers = ["top-p", "min-p"]
-    settings = 8                  # candidates of each, the unchanged sampler included
-    items = 50
-    seeds = [0]
-    [tuning.over.top-p]           # default: configs/ablations/ranges.toml, for a sampler file the
-                                  # entry of the preset that it extends
-    "base.top_p" = { from = 0.5, to = 1.0 }
-
-Paths are relative to the file's folder.
+docs/studies.md lists the keys. Paths are relative to the file's folder.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -52,43 +16,75 @@ from pathlib import Path
 from random import Random
 from typing import Any, get_args
 
+from entropix_jax.engine.search import MOST_FORKS, SINGLE, Method, find_method
 from entropix_jax.errors import UserError, nearest
 from entropix_jax.host.files import read_toml
 from entropix_jax.host.resources import resource_folder
-from entropix_jax.lab.by_task import ByTask
-from entropix_jax.lab.ranges import draw_samplers, flatten, is_list_of, name_setting
 from entropix_jax.lab.tasks.registry import locate_task
 from entropix_jax.lab.tasks.task import Split
 from entropix_jax.names import REGIMES
+from entropix_jax.sampler.keys import check_key, check_values, scalars
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.presets import lineage, load_sampler
 from entropix_jax.sampler.sampler import Sampler
 
 TUNED = " (tuned)"
 _MAX_SETTINGS = 100_000
+_MAX_TRIES = 1000  # for one draw that differs from all before
 _MAX_SEED = 2**63 - 1  # an int64 column
 _RANGES = Path("ablations/ranges.toml")
 _KEYS = (
-    *("description", "tasks", "prompts", "items", "skip", "seeds", "most_seeds"),
-    *("split", "max_new_tokens"),
-    *("base", "baseline", "baselines", "set", "settings", "grid", "random", "tuning"),
+    *("description", "tasks", "items", "skip", "seeds", "most_seeds", "split", "max_new_tokens"),
+    *("base", "baseline", "baselines", "set", "samplers", "settings", "grid", "tuning"),
 )
 
 Calibrate = Callable[[Sampler], Sampler]  # resolves a sampler's percentiles for a model
 
 
 @dataclass(frozen=True)
-class Setting:
-    """A named sampler.
+class ByTask:
+    """A number for each task, such as how many items a study takes: its own in `own`, else the
+    `default`."""
 
-    `varied` has the keys that a grid or a random draw varies, with this setting's values. `base` is
-    the name of the setting that this one is a change of.
+    default: int | None
+    own: Mapping[str, int] = field(default_factory=dict)
+
+    def of(self, task: str) -> int | None:
+        """The number of a task."""
+        return self.own.get(task, self.default)
+
+    def at_most(self, most: int) -> ByTask:
+        """Returns these numbers, none above `most`; 0 and None mean no limit."""
+        own = {task: min(number or most, most) for task, number in self.own.items()}
+        return ByTask(min(self.default or most, most), own)
+
+    def check_tasks(self, key: str, tasks: Sequence[str]) -> None:
+        """Raises a UserError if a number is of none of these tasks."""
+        for task in self.own:
+            if task not in tasks:
+                raise UserError(f"{key}.{task}: no such task{nearest(task, tasks)}")
+
+    def to_json(self) -> int | dict[str, int | None] | None:
+        """One number, or one for each task and, as `default`, all others."""
+        return {**self.own, "default": self.default} if self.own else self.default
+
+
+NONE = ByTask(0)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A named sampler, and the method that searches with it.
+
+    `forks` is the most continuations of a prompt. `varied` has the keys that a grid or a random
+    draw varies, with this setting's values.
     """
 
     name: str
     sampler: Sampler
     varied: Mapping[str, Any] = field(default_factory=dict)
-    base: str | None = None
+    method: Method = SINGLE
+    forks: int = 1
 
 
 @dataclass(frozen=True)
@@ -106,16 +102,15 @@ class Sweep:
 
     description: str
     tasks: tuple[str, ...]
-    prompts: str | None  # a file of prompts instead of tasks
     items: ByTask  # 0: all
-    skip: ByTask  # items before those
     seeds: tuple[int, ...]
-    most_seeds: ByTask  # how many of them a task takes; 0: all
-    split: Split
     max_new_tokens: ByTask
     settings: tuple[Setting, ...]
     tuning: Tuning | None
     baseline: str  # the name of a setting, tuned ones included
+    skip: ByTask = NONE  # items before those
+    most_seeds: ByTask = NONE  # how many of the seeds a task takes; 0: all
+    split: Split = "test"
     baselines: tuple[str, ...] = ()  # further ones
 
 
@@ -125,20 +120,31 @@ def read_sweep(
     mechanisms: Sequence[Mechanism] = (),
     data: str | None = None,
 ) -> Sweep:
-    """Reads a sweep file.
+    """Reads a sweep file. For arguments and errors see `make_sweep`; messages name the file."""
+    with _within(str(path)):
+        return make_sweep(read_toml(path), path.parent, calibrate, mechanisms, data)
+
+
+def make_sweep(
+    content: Mapping[str, Any],
+    folder: Path,
+    calibrate: Calibrate = lambda sampler: sampler,
+    mechanisms: Sequence[Mechanism] = (),
+    data: str | None = None,
+) -> Sweep:
+    """Makes a sweep from the content of a sweep file.
 
     Args:
+        folder: the folder of relative paths.
         calibrate: resolves a sampler's percentiles for the model, so that random draws are
-            consistent with them. Called only for random draws and tuning.
+            consistent with them. Called only for tuning.
         mechanisms: the user's own, which all samplers get.
         data: the folder of published files; see `locate_task`.
 
     Raises:
-        UserError: the file is invalid; the message names the file and the key.
+        UserError: the content is invalid; the message names the key.
     """
-    raw = read_toml(path)
-    with _within(str(path)):
-        return _Reader(raw, path.parent, calibrate, mechanisms, data).sweep()
+    return _Reader(_Table(content, "", _KEYS), folder, calibrate, mechanisms, data).sweep()
 
 
 @contextmanager
@@ -175,9 +181,7 @@ def list_names(settings: Sequence[Setting], tuning: Tuning | None) -> list[str]:
         UserError: two are equal.
     """
     names = [setting.name for setting in settings]
-    names += [
-        name_tuned(*of_sampler) for of_sampler in (tuning.candidates if tuning else {}).items()
-    ]
+    names += [name_tuned(*pair) for pair in (tuning.candidates if tuning else {}).items()]
     for name, number in Counter(names).items():
         if number > 1:
             raise UserError(f"two settings are called '{name}'")
@@ -189,129 +193,120 @@ def name_tuned(sampler: str, candidates: Sequence[Setting]) -> str:
     return f"{sampler}{TUNED}" if len(candidates) > 1 else sampler
 
 
-def make_tuning(
-    samplers: Sequence[str],
-    *,
-    settings: int,
-    items: ByTask,
-    seeds: Sequence[int],
-    over: Mapping[str, Mapping[str, Any]] | None = None,
-    common: Mapping[str, Any] | None = None,
-    calibrate: Calibrate = lambda sampler: sampler,
-    mechanisms: Sequence[Mechanism] = (),
-) -> Tuning:
-    """Makes the candidates of each sampler: itself, then random draws from its ranges.
-
-    A sampler file without ranges uses those of the nearest sampler that it extends. A sampler whose
-    arms are all `argmax` has nothing to tune: it is its only candidate.
-
-    Args:
-        samplers: presets or sampler files.
-        settings: number of candidates of each.
-        over: ranges by sampler and key; default: `configs/ablations/ranges.toml`.
-        common: changes to all samplers.
-        calibrate, mechanisms: see `read_sweep`.
-
-    Raises:
-        UserError: an unknown sampler or key, two samplers of one name, or missing, invalid or too
-            small ranges.
-    """
-    over = over or {}
-    shipped = _shipped_ranges()
-    candidates: dict[str, tuple[Setting, ...]] = {}
-    for place in samplers:
-        sampler = calibrate(load_sampler(place, mechanisms).with_values(common or {}))
-        name = sampler.name
-        if name in candidates:
-            raise UserError(f"samplers: two are called '{name}'")
-        group = [Setting(f"{name} #1", sampler)]
-        if ranges := over[name] if name in over else _inherited_ranges(sampler, place, shipped):
-            draws = draw_samplers(
-                ranges, Random(f"tuning {name}"), sampler, settings - 1, f"over.{name}"
-            )
-            group += [
-                Setting(f"{name} #{number}", changed, drawn)
-                for number, (drawn, changed) in enumerate(draws, 2)
-            ]
-        candidates[name] = tuple(group)
-    for name in over:
-        if name not in candidates:
-            raise UserError(f"over.{name}: not one of the samplers{nearest(name, [*candidates])}")
-    return Tuning(candidates, items, tuple(seeds))
-
-
-def _shipped_ranges() -> dict[str, dict[str, Any]]:
-    path = resource_folder("configs") / _RANGES
-    return {
-        name: flatten(table) for name, table in read_toml(path).items() if isinstance(table, dict)
-    }
-
-
-def _inherited_ranges(
-    sampler: Sampler, place: str, shipped: Mapping[str, Mapping[str, Any]]
-) -> Mapping[str, Any]:
-    """The ranges of a sampler, else of the nearest one that it extends."""
+def _shipped_ranges(sampler: Sampler, place: str) -> dict[str, Any]:
+    """The shipped ranges of a sampler, else of the nearest one that it extends. Empty for a sampler
+    whose arms are all `argmax`: it has nothing to tune."""
     if all(sampler.values[f"arms.{regime}"] == "argmax" for regime in REGIMES):
         return {}
+    shipped = read_toml(resource_folder("configs") / _RANGES)
     for path in lineage(place):
         if path.stem in shipped:
-            return shipped[path.stem]
+            return _flatten(shipped[path.stem])
     raise UserError(
         f"{place}: no ranges to tune it over: give [tuning.over.{sampler.name}] in a sweep file, or"
         " extend a preset"
     )
 
 
-class _Reader:
-    """Reads one sweep file."""
+class _Table:
+    """A table of a sweep file. The getters refuse (UserError) what is not of their type."""
 
-    def __init__(
-        self,
-        raw: dict[str, Any],
-        folder: Path,
-        calibrate: Calibrate,
-        mechanisms: Sequence[Mechanism],
-        data: str | None,
-    ) -> None:
-        self._raw = raw
-        self._folder = folder
-        self._calibrate = calibrate
-        self._mechanisms = mechanisms
-        self._data = data
+    def __init__(self, values: Any, name: str, known: Sequence[str] = ()) -> None:
+        if not isinstance(values, dict):
+            raise UserError(f"{name}: must be a table, [{name}]")
+        for key in values if known else ():
+            if key not in known:
+                within = f"{name}: " if name else ""
+                raise UserError(f"{within}no key '{key}'{nearest(key, known)}")
+        self.values = values
+        self._prefix = f"{name}." if name else ""
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.values
+
+    def table(self, key: str, known: Sequence[str] = ()) -> _Table:
+        return _Table(self.values.get(key, {}), f"{self._prefix}{key}", known)
+
+    def flat(self, key: str) -> dict[str, Any]:
+        """A table with dotted keys."""
+        return _flatten(self.table(key).values)
+
+    def count(self, key: str, default: int, least: int = 0, most: int = 2**31 - 1) -> int:
+        value = self.values.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            where = f"{self._prefix}{key}"
+            raise UserError(f"{where} = {value!r}: must be an integer from {least} to {most}")
+        return value
+
+    def by_task(self, key: str, default: int | None, least: int = 0) -> ByTask:
+        if key not in self:
+            return ByTask(default)
+        if not isinstance(self.values[key], dict):
+            return ByTask(self.count(key, 0, least))
+        own = self.table(key)
+        return ByTask(default, {task: own.count(task, 0, least) for task in own.values})
+
+    def text(self, key: str) -> str | None:
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, str):
+            raise UserError(f"{self._prefix}{key}: must be text")
+        return value
+
+    def values_of(self, key: str, kind: type, default: Sequence[Any] = ()) -> tuple[Any, ...]:
+        """A list of distinct texts or integers."""
+        values = self.values.get(key, [*default])
+        where = f"{self._prefix}{key}"
+        if not _is_list_of(values, kind):
+            raise UserError(f"{where}: must be a list of {'texts' if kind is str else 'integers'}")
+        if len(set(values)) < len(values):
+            raise UserError(f"{where}: has a value twice")
+        return tuple(values)
+
+    def seeds(self) -> tuple[int, ...]:
+        seeds = self.values_of("seeds", int, [0])
+        if not seeds or not 0 <= min(seeds) <= max(seeds) <= _MAX_SEED:
+            raise UserError(f"{self._prefix}seeds: must be integers from 0 to {_MAX_SEED}")
+        return seeds
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads the content of a sweep file; see `make_sweep`."""
+
+    table: _Table
+    folder: Path
+    calibrate: Calibrate
+    mechanisms: Sequence[Mechanism]
+    data: str | None
 
     def sweep(self) -> Sweep:
-        raw = self._raw
-        self._check_keys(raw, _KEYS, "")
-        tasks = self._texts("tasks")
-        prompts = self._text("prompts")
-        if bool(tasks) == (prompts is not None):
-            raise UserError("give either 'tasks' or 'prompts'")
-        split = self._text("split") or "test"
+        table = self.table
+        tasks = table.values_of("tasks", str)
+        if not tasks:
+            raise UserError("tasks: must name a task")
+        tasks = tuple(locate_task(name, self.data, self._file) for name in tasks)
+        split = table.text("split") or "test"
         if split not in get_args(Split):
             raise UserError(f"split = {split!r}: must be one of {', '.join(get_args(Split))}")
-        tuning = self._tuning()
-        if tuning and prompts is not None:
-            raise UserError("tuning: 'prompts' have no answers to tune by")
+        tuning = self._tuning() if "tuning" in table else None
         if tuning and split == "tuning":
             raise UserError("split = 'tuning': is used for tuning: test on the other one")
         settings = tuple(self._settings(tuning))
         names = list_names(settings, tuning)
-        baseline = self._text("baseline") or names[0]
-        baselines = self._texts("baselines")
-        for name in (baseline, *baselines):
+        baseline = table.text("baseline") or names[0]
+        baselines = table.values_of("baselines", str)
+        for key, name in (("baseline", baseline), *(("baselines", name) for name in baselines)):
             if name not in names:
-                key = "baseline" if name == baseline else "baselines"
                 raise UserError(f"{key} = '{name}': no such setting{nearest(name, names)}")
         return Sweep(
-            description=self._text("description") or "",
-            tasks=tuple(map(self._task, tasks)),
-            prompts=None if prompts is None else self._file(prompts),
-            items=self._by_task(raw, "items", "items", default=100, least=0),
-            skip=self._by_task(raw, "skip", "skip", default=0, least=0),
-            seeds=self._seeds(raw, ""),
-            most_seeds=self._by_task(raw, "most_seeds", "most_seeds", default=0, least=0),
+            description=table.text("description") or "",
+            tasks=tasks,
+            items=table.by_task("items", 100),
+            skip=table.by_task("skip", 0),
+            seeds=table.seeds(),
+            most_seeds=table.by_task("most_seeds", 0),
             split="tuning" if split == "tuning" else "test",
-            max_new_tokens=self._by_task(raw, "max_new_tokens", "max_new_tokens", None, 1),
+            max_new_tokens=table.by_task("max_new_tokens", None, 1),
             settings=settings,
             tuning=tuning,
             baseline=baseline,
@@ -319,170 +314,208 @@ class _Reader:
         )
 
     def _settings(self, tuning: Tuning | None) -> Iterator[Setting]:
-        raw = self._raw
-        common = self._values(raw.get("set", {}), "set")
-        base = self._sampler(self._text("base") or "entropix", common, "base")
-        named = self._table(raw, "settings", "settings")
-        grid = self._table(raw, "grid", "grid")
-        random = self._table(raw, "random", "random")
+        table = self.table
+        base = self._sampler(table.text("base") or "entropix", "base")
+        named = table.table("settings")
+        changes = {name: named.table(name) for name in named.values}
         # The base is a setting if something refers to it, or if there is no other one.
-        changed = any(isinstance(one, dict) and "sampler" not in one for one in named.values())
-        mentioned = not raw.keys().isdisjoint(("base", "grid", "random"))
-        if changed or mentioned or not (named or tuning):
+        samplers = [self._sampler(name, "samplers") for name in table.values_of("samplers", str)]
+        changed = any("sampler" not in one for one in changes.values())
+        mentioned = any(key in table for key in ("base", "grid"))
+        if changed or mentioned or not (changes or samplers or tuning):
             yield Setting(base.name, base)
-        for name, changes in named.items():
-            if not isinstance(changes, dict):
-                raise UserError(f"settings.{name}: must be a table, [settings.{name}]")
-            changes = dict(changes)
-            other = changes.pop("sampler", None)
-            where = f"settings.{name}"
-            if other is not None and not isinstance(other, str):
-                raise UserError(f"{where}.sampler: must be the name of a sampler")
-            sampler = base if other is None else self._sampler(other, common, where)
-            sampler = self._changed(sampler, self._values(changes, where), where)
-            yield Setting(name, sampler, base=base.name if other is None else None)
-        yield from self._grid(base, grid)
-        yield from self._random(base, random)
+        yield from (Setting(sampler.name, sampler) for sampler in samplers)
+        for name, own in changes.items():
+            where, other = f"settings.{name}", own.text("sampler")
+            named_method = own.text("method")
+            forks = own.count("forks", 8 if named_method else 1, 1, MOST_FORKS)
+            if named_method is None and "forks" in own:
+                raise UserError(f"{where}.forks: goes with a method")
+            keys = ("sampler", "method", "forks")
+            values = {key: value for key, value in own.values.items() if key not in keys}
+            with _within(where):
+                sampler = base if other is None else self._sampler(other, "sampler")
+                sampler = sampler.with_values(_flatten(values))
+                method = SINGLE if named_method is None else find_method(named_method)
+            yield Setting(name, sampler, {}, method, forks)
+        if "grid" in table:
+            yield from self._grid(base, table.flat("grid"))
 
-    def _grid(self, base: Sampler, table: Mapping[str, Any]) -> Iterator[Setting]:
-        axes = flatten(table)
-        if "grid" in self._raw and not axes:
+    def _grid(self, base: Sampler, axes: Mapping[str, Any]) -> Iterator[Setting]:
+        if not axes:
             raise UserError("grid: has no keys")
         for key, values in axes.items():
             if not isinstance(values, list) or not values:
                 raise UserError(f"grid: {key}: must be a list of values")
-            if len({name_setting({key: value}) for value in values}) < len(values):
+            if len({_name_setting({key: value}) for value in values}) < len(values):
                 raise UserError(f"grid: {key}: has a value twice")
         number = math.prod(len(values) for values in axes.values())
         if number > _MAX_SETTINGS:
             raise UserError(f"grid: {number} settings: at most {_MAX_SETTINGS} are possible")
-        if axes:
-            for values in itertools.product(*axes.values()):
-                point = dict(zip(axes, values, strict=True))
-                sampler = self._changed(base, point, "grid")
-                yield Setting(name_setting(point), sampler, point, base.name)
+        for values in itertools.product(*axes.values()):
+            point = dict(zip(axes, values, strict=True))
+            with _within("grid"):
+                sampler = base.with_values(point)
+            yield Setting(_name_setting(point), sampler, point)
 
-    def _random(self, base: Sampler, table: Mapping[str, Any]) -> Iterator[Setting]:
-        if "random" not in self._raw:
-            return
-        self._check_keys(table, ("settings", "seed", "over"), "random: ")
-        number = self._count(table, "settings", "random.settings", 16, 1, _MAX_SETTINGS)
-        rng = Random(self._count(table, "seed", "random.seed", 0, 0))
-        ranges = flatten(self._table(table, "over", "random.over"))
-        if not ranges:
-            raise UserError("random.over: has no keys")
-        calibrated = self._calibrate(base)
-        for drawn, sampler in draw_samplers(ranges, rng, calibrated, number, "random.over"):
-            yield Setting(name_setting(drawn), sampler, drawn, base.name)
-
-    def _tuning(self) -> Tuning | None:
-        if "tuning" not in self._raw:
-            return None
-        table = self._table(self._raw, "tuning", "tuning")
-        self._check_keys(table, ("samplers", "settings", "items", "seeds", "over"), "tuning: ")
-        over = self._table(table, "over", "tuning.over")
-        samplers = table.get("samplers")
-        if not is_list_of(samplers, str) or not samplers:
+    def _tuning(self) -> Tuning:
+        """The candidates of each sampler: itself, then random draws from its ranges."""
+        known = ("samplers", "settings", "items", "seeds", "over")
+        table = self.table.table("tuning", known)
+        places = {}
+        for name in table.values_of("samplers", str):
+            sampler = self._sampler(name, "tuning")
+            if sampler.name in places:
+                raise UserError(f"tuning: samplers: two are called '{sampler.name}'")
+            places[sampler.name] = self._place(name), sampler
+        if not places:
             raise UserError("tuning.samplers: must be a list of samplers")
-        settings = self._count(table, "settings", "tuning.settings", 8, 1, 1000)
-        items = self._by_task(table, "items", "tuning.items", 50, 0)
-        seeds = self._seeds(table, "tuning.")
-        ranges = {name: self._values(over[name], f"tuning.over.{name}") for name in over}
-        places = [self._place(name) for name in samplers]
-        common = self._values(self._raw.get("set", {}), "set")
-        with _within("tuning"):
-            return make_tuning(
-                places,
-                settings=settings,
-                items=items,
-                seeds=seeds,
-                over=ranges,
-                common=common,
-                calibrate=self._calibrate,
-                mechanisms=self._mechanisms,
-            )
+        over, candidates = table.table("over"), {}
+        for name in over.values:
+            if name not in places:
+                close = nearest(name, [*places])
+                raise UserError(f"tuning: over.{name}: not one of the samplers{close}")
+        number = table.count("settings", 8, 1, 1000)
+        for name, (place, sampler) in places.items():
+            sampler = self.calibrate(sampler)
+            group = [Setting(f"{name} #1", sampler)]
+            with _within("tuning"):
+                if ranges := over.flat(name) if name in over else _shipped_ranges(sampler, place):
+                    rng = Random(f"tuning {name}")
+                    draws = _draw_samplers(ranges, rng, sampler, number - 1, f"over.{name}")
+                    group += [
+                        Setting(f"{name} #{index}", changed, drawn)
+                        for index, (drawn, changed) in enumerate(draws, 2)
+                    ]
+            candidates[name] = tuple(group)
+        return Tuning(candidates, table.by_task("items", 50), table.seeds())
 
-    def _sampler(self, name: str, common: Mapping[str, Any], where: str) -> Sampler:
+    def _sampler(self, name: str, where: str) -> Sampler:
+        """A sampler with the changes of all settings."""
         with _within(where):
-            sampler = load_sampler(self._place(name), self._mechanisms)
-        return self._changed(sampler, common, "set")
+            sampler = load_sampler(self._place(name), self.mechanisms)
+        common = self.table.flat("set")
+        with _within("set"):
+            return sampler.with_values(common)
 
     def _place(self, name: str) -> str:
         """The name of a preset, or the path of a sampler file."""
         return self._file(name) if name.endswith(".toml") else name
 
-    def _task(self, name: str) -> str:
-        """A task's name, with the paths of its files."""
-        return locate_task(name, self._data, self._file)
-
     def _file(self, name: str) -> str:
         """A path relative to the sweep's folder, or a URL."""
-        return name if "://" in name else str(self._folder / name)
+        return name if "://" in name else str(self.folder / name)
 
-    def _changed(self, sampler: Sampler, values: Mapping[str, Any], where: str) -> Sampler:
-        with _within(where):
-            return sampler.with_values(values) if values else sampler
 
-    def _values(self, table: Any, where: str) -> dict[str, Any]:
-        return flatten(self._table({where: table}, where, where))
+# Random draws of a sampler's values for tuning, from lists and from ranges of numbers.
 
-    def _table(self, raw: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
-        table = raw.get(key, {})
-        if not isinstance(table, dict):
-            raise UserError(f"{where}: must be a table, [{where}]")
-        return table
 
-    def _seeds(self, raw: Mapping[str, Any], within: str) -> tuple[int, ...]:
-        seeds = raw.get("seeds", [0])
-        if (
-            not is_list_of(seeds, int)
-            or not seeds
-            or not 0 <= min(seeds) <= max(seeds) <= _MAX_SEED
-        ):
-            raise UserError(f"{within}seeds: must be a list of integers from 0 to {_MAX_SEED}")
-        if len(set(seeds)) < len(seeds):
-            raise UserError(f"{within}seeds: has a value twice")
-        return tuple(seeds)
+def _is_range(value: Any) -> bool:
+    return isinstance(value, dict) and set(value) <= {"from", "to", "scale"}
 
-    def _by_task(
-        self, raw: Mapping[str, Any], key: str, where: str, default: int | None, least: int
-    ) -> ByTask:
-        if key not in raw:
-            return ByTask(default)
-        if not isinstance(raw[key], dict):
-            return ByTask(self._count(raw, key, where, 0, least))
-        own = {task: self._count(raw[key], task, f"{where}.{task}", 0, least) for task in raw[key]}
-        return ByTask(default, tuple(own.items()))
 
-    def _count(
-        self,
-        raw: Mapping[str, Any],
-        key: str,
-        where: str,
-        default: int,
-        least: int,
-        most: int = 2**31 - 1,
-    ) -> int:
-        value = raw.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise UserError(f"{where} = {value!r}: must be an integer from {least} to {most}")
-        return value
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flattens nested tables to dotted keys; a range counts as a value."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict) and not _is_range(value):
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat
 
-    def _text(self, key: str) -> str | None:
-        value = self._raw.get(key)
-        if value is not None and not isinstance(value, str):
-            raise UserError(f"{key}: must be text")
-        return value
 
-    def _texts(self, key: str) -> tuple[str, ...]:
-        value = self._raw.get(key, [])
-        if not is_list_of(value, str):
-            raise UserError(f"{key}: must be a list of texts")
-        if len(set(value)) < len(value):
-            raise UserError(f"{key}: has a value twice")
-        return tuple(value)
+def _draw_samplers(
+    ranges: Mapping[str, Any], rng: Random, sampler: Sampler, number: int, where: str
+) -> Iterator[tuple[dict[str, Any], Sampler]]:
+    """Draws `number` distinct sets of values; yields each with its sampler. Inconsistent draws,
+    such as h1 > h2, are repeated.
 
-    def _check_keys(self, raw: Mapping[str, Any], known: Sequence[str], within: str) -> None:
-        for key in raw:
-            if key not in known:
-                raise UserError(f"{within}no key '{key}'{nearest(key, known)}")
+    Raises:
+        UserError: an unknown key, an invalid value, or ranges with too few distinct draws.
+    """
+    axes = {key: _axis(key, values, sampler, where) for key, values in ranges.items()}
+    seen: set[str] = set()
+    problem, tries = "", 0
+    while len(seen) < number:
+        if tries == _MAX_TRIES:
+            raise UserError(f"{where}: only {len(seen)} of {number} draws: {problem}")
+        tries += 1
+        drawn = {key: draw(rng) for key, draw in axes.items()}
+        name = _name_setting(drawn)
+        if name in seen:
+            problem = "further draws repeat earlier ones"
+            continue
+        try:
+            changed = sampler.with_values(drawn)
+        except UserError as error:
+            problem = str(error)
+            continue
+        seen.add(name)
+        tries = 0
+        yield drawn, changed
+
+
+def _axis(key: str, values: Any, sampler: Sampler, where: str) -> Callable[[Random], Any]:
+    """Returns a function that draws a key's values: from a list, or from a range, integers for an
+    integer key and numbers of four significant digits for others.
+
+    Raises:
+        UserError: neither a list nor a range, or an invalid value of the key.
+    """
+    check_key(key, where, sampler.mechanisms)
+
+    def check(ends: list[Any]) -> None:
+        for value in ends:
+            check_values({key: value}, where, sampler.mechanisms)
+
+    if isinstance(values, list) and values:
+        check(values)
+        return lambda rng: rng.choice(values)
+    found = _ends(values)
+    if found is None:
+        raise UserError(
+            f"{where}: {key}: must be a list of values, or"
+            ' { from = LOW, to = HIGH, scale = "linear" or "log" }'
+        )
+    low, high = found
+    whole = scalars(sampler.mechanisms).get(key, {}).get("type") is int
+    if whole:
+        low, high = math.ceil(low), math.floor(high)
+        if low > high:
+            raise UserError(f"{where}: {key}: no integer lies in the range")
+    check([low, high])
+    log = values.get("scale") == "log"
+
+    def draw(rng: Random) -> float:
+        ends = (math.log(low), math.log(high)) if log else (low, high)
+        number = math.exp(rng.uniform(*ends)) if log else rng.uniform(*ends)
+        rounded = round(number) if whole else float(f"{number:.4g}")
+        return min(max(rounded, low), high)
+
+    return draw
+
+
+def _ends(values: Any) -> tuple[float, float] | None:
+    """The ends of a range; None for an invalid one."""
+    if not _is_range(values):
+        return None
+    low, high, scale = values.get("from"), values.get("to"), values.get("scale", "linear")
+    if not _is_list_of([low, high], int | float) or scale not in ("linear", "log"):
+        return None
+    if not -sys.float_info.max <= low < high <= sys.float_info.max:  # also false for NaN
+        return None
+    return None if scale == "log" and low <= 0 else (low, high)
+
+
+def _is_list_of(value: Any, kind: Any) -> bool:
+    """Whether a value is a list of that type; booleans are not numbers."""
+    return isinstance(value, list) and all(
+        isinstance(v, kind) and not isinstance(v, bool) for v in value
+    )
+
+
+def _name_setting(values: Mapping[str, Any]) -> str:
+    """Names a setting by its values."""
+    shown = {k: ",".join(map(str, v)) if isinstance(v, list) else v for k, v in values.items()}
+    return " ".join(f"{key}={value}" for key, value in shown.items())

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count, islice
 from typing import Any, SupportsFloat
@@ -17,17 +17,16 @@ from entropix_jax.batch.records import Record, content_hash
 from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.preparation import CalibratedSampler, calibrate_sampler, encode_prompt
 from entropix_jax.engine.results import Request, Row
+from entropix_jax.engine.search import Search, recording_for
+from entropix_jax.engine.state import Recording
 from entropix_jax.errors import UserError
 from entropix_jax.lab.measures import measure_row
-from entropix_jax.lab.sweep import Setting
+from entropix_jax.lab.sweep import NONE, ByTask, Setting
 from entropix_jax.lab.tasks.task import Item, Split, Task
-from entropix_jax.lab.tasks.writing import read_prompts
-from entropix_jax.lab.votes import record_lows
 from entropix_jax.model.loading import LanguageModel
 
 TUNING = "tuning"  # the name of the phase that tunes samplers
 _TAKEN = ("score", "tokens", "forwards", "seconds")  # columns of every result
-_CAPACITY_STEP = 64  # tokens; cache capacities are multiples of it
 
 
 @dataclass(frozen=True)
@@ -73,28 +72,6 @@ class Trial:
         return Record(self.number + 1, self.id, content_hash(name + self.question.digest))
 
 
-class Prompts(Task):
-    """Prompts of a file, without answers. Each call of `items` reads the file again."""
-
-    name = "prompts"
-    scored = False
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-
-    def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
-        """The prompts, the same for both splits."""
-        return read_prompts(self._address)
-
-    def extract(self, item: Item, text: str) -> str | None:
-        """None: there is no answer to find."""
-        return None
-
-    def score(self, item: Item, answer: str | None) -> float:
-        """NaN: there is nothing to compare with."""
-        return math.nan
-
-
 def read_questions(
     model: LanguageModel,
     task: Task,
@@ -138,10 +115,10 @@ def read_questions(
 
 
 def _items_of(task: Task, split: Split, items: int, *, chat: bool) -> Iterator[Item]:
-    with _user_code(f"task '{task.name}': items"):
+    with user_code(f"task '{task.name}': items"):
         iterator = iter(task.items(split, chat=chat))
     for number in range(1, items + 1) if items else count(1):
-        with _user_code(f"task '{task.name}': item {number} of '{split}': items"):
+        with user_code(f"task '{task.name}': item {number} of '{split}': items"):
             try:
                 item = next(iterator)
             except StopIteration:
@@ -156,7 +133,7 @@ def _where(task: Task, item: Item) -> str:
 
 
 @contextmanager
-def _user_code(where: str) -> Iterator[None]:
+def user_code(where: str) -> Iterator[None]:
     """Turns any exception of a task's code into a UserError of one line."""
     try:
         yield
@@ -167,26 +144,41 @@ def _user_code(where: str) -> Iterator[None]:
         raise UserError(f"{where} failed: {type(error).__name__}: {message}") from error
 
 
-def list_trials(
-    phase: str,
-    questions: Iterable[Question],
-    settings: Sequence[Setting],
-    seeds_of: Callable[[str], Sequence[int]],
-) -> Iterator[Trial]:
-    """Lists the rows by question, setting and seed, so that each prompt is prefilled once.
-    `seeds_of` returns the seeds of a task."""
-    number = 0
-    for question in questions:
-        for setting in settings:
-            for seed in seeds_of(question.task.name):
-                yield Trial(number, phase, question, setting, seed)
-                number += 1
+@dataclass(frozen=True)
+class Phase:
+    """The questions and seeds of the tuning or the test run.
 
+    `most_seeds` is the number of the seeds, from the first on, that a task takes; 0: all.
+    """
 
-def choose_capacity(model: LanguageModel, questions: Iterable[Question]) -> int:
-    """Cache capacity, in tokens, for the longest question and its answer."""
-    longest = max(len(question.prompt) + question.max_new_tokens for question in questions)
-    return min(-(-longest // _CAPACITY_STEP) * _CAPACITY_STEP, model.config.max_positions)
+    name: str
+    questions: tuple[Question, ...]
+    seeds: tuple[int, ...]
+    most_seeds: ByTask = NONE
+
+    def seeds_of(self, task: Task) -> tuple[int, ...]:
+        """The seeds of a task."""
+        return self.seeds[: self.most_seeds.of(task.name) or None]
+
+    @property
+    def rows(self) -> int:
+        """The number of rows for one setting."""
+        return sum(len(self.seeds_of(question.task)) for question in self.questions)
+
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest question and its answer."""
+        return max(len(each.prompt) + each.max_new_tokens for each in self.questions)
+
+    def trials(self, settings: Sequence[Setting]) -> Iterator[Trial]:
+        """The rows by question, setting and seed, so that each prompt is prefilled once."""
+        rows = (
+            (question, setting, seed)
+            for question in self.questions
+            for setting in settings
+            for seed in self.seeds_of(question.task)
+        )
+        return (Trial(number, self.name, *row) for number, row in enumerate(rows))
 
 
 class TrialRun:
@@ -201,24 +193,29 @@ class TrialRun:
             UserError: a sampler does not fit the model.
         """
         self._model = model
-        self.samplers = {setting.name: self._calibrated(setting) for setting in settings}
+        own = {setting.name: self._calibrated(setting) for setting in settings}
+        used = frozenset().union(*(sampler.parts.used for sampler in own.values()))
+        self.samplers = {name: replace(sampler, others=used) for name, sampler in own.items()}
         notes = (note for sampler in self.samplers.values() for note in sampler.notes)
         self.notes = tuple(dict.fromkeys(notes))
         self.tokens = 0
-        self.engine = Engine(model, slots=slots, capacity=capacity)
+        needs = [recording_for(setting.method, setting.forks) for setting in settings]
+        recording = Recording(
+            top=max(need.top for need in needs), state=any(need.state for need in needs)
+        )
+        self.engine = Engine(model, slots=slots, capacity=capacity, recording=recording)
 
     def run(
         self, trials: Iterable[Trial], store: Store, on_event: Callable[[], None] = lambda: None
     ) -> None:
         """Runs the trials without a result in the store. Calls `on_event` after each token."""
-        for event in self.engine.run(self._requests(trials, store)):
+        for event in self.engine.run(self._rows(trials, store)):
             self.tokens += event.token is not None and not event.retracted
-            row = event.row
-            if row.finish_reason is not None:
-                assert row.started is not None
-                seconds = time.perf_counter() - row.started
-                trial: Trial = row.request.tag
-                store.write(trial.record, make_result(trial, row, seconds))
+            search: Search = event.row.request.tag
+            if search.advance(self.engine):
+                seconds = time.perf_counter() - (search.rows[0].started or 0.0)
+                trial: Trial = search.request.tag
+                store.write(trial.record, make_result(trial, search, seconds))
             on_event()
 
     def stop(self) -> None:
@@ -231,18 +228,21 @@ class TrialRun:
         except UserError as error:
             raise UserError(f"setting '{setting.name}': {error}") from None
 
-    def _requests(self, trials: Iterable[Trial], store: Store) -> Iterator[Request]:
+    def _rows(self, trials: Iterable[Trial], store: Store) -> Iterator[Row]:
         for trial in trials:
             if store.is_done(trial.record):
                 continue
             request = self._request(trial)
+            search = Search(request, trial.setting.method, trial.setting.forks)
+            rows = search.begin()
             try:
                 self.engine.check(request)
             except UserError as error:  # the prompt is too long
-                failed = Row(request, finish_reason="error", error=str(error))
-                store.write(trial.record, make_result(trial, failed, 0.0))
+                for row in rows:
+                    row.finish_reason, row.error = "error", str(error)
+                store.write(trial.record, make_result(trial, search, 0.0))
                 continue
-            yield request
+            yield from rows
 
     def _request(self, trial: Trial) -> Request:
         question = trial.question
@@ -260,19 +260,25 @@ class TrialRun:
         )
 
 
-def make_result(trial: Trial, row: Row, seconds: float) -> dict[str, Any]:
-    """Scores a finished row; returns the result to store.
+def make_result(trial: Trial, search: Search, seconds: float) -> dict[str, Any]:
+    """Scores the answer of a search that has ended; returns the result to store.
 
     Raises:
         UserError: the task's code fails, or returns an invalid answer, score or measure.
     """
     task, item = trial.question.task, trial.question.item
     where = _where(task, item)
-    with _user_code(f"{where}: extract"):
-        answer = task.extract(item, row.text) if row.error is None else None
-    if not isinstance(answer, str | None):
-        raise UserError(f"{where}: extract returned {answer!r}, not text or None")
-    with _user_code(f"{where}: score"):
+
+    def extract(text: str) -> str | None:
+        with user_code(f"{where}: extract"):
+            answer = task.extract(item, text)
+        if not isinstance(answer, str | None):
+            raise UserError(f"{where}: extract returned {answer!r}, not text or None")
+        return answer
+
+    outcome = search.outcome(extract)
+    row, answer = outcome.row, outcome.answer
+    with user_code(f"{where}: score"):
         value = task.score(item, answer)
         score = float(value) if isinstance(value, SupportsFloat) else math.inf
     if math.isinf(score):
@@ -280,8 +286,6 @@ def make_result(trial: Trial, row: Row, seconds: float) -> dict[str, Any]:
     if math.isnan(score) and trial.phase == TUNING:
         raise UserError(f"{where}: score returned {value!r}: samplers cannot be tuned by it")
     measures = _measures(trial.question, row.text)
-    fields = row.to_json()
-    regimes, actions = fields.pop("regimes"), fields.pop("actions")
     return {
         "phase": trial.phase,
         "task": task.name,
@@ -294,20 +298,19 @@ def make_result(trial: Trial, row: Row, seconds: float) -> dict[str, Any]:
         "answer": answer,
         "expected": item.answer or " | ".join(item.accepted),
         "measures": measures,
-        **fields,
-        "regimes": regimes,
-        "actions": actions,
+        **row.to_json(),
+        "forwards": outcome.forwards,
         **measure_row(row),
-        "confidence_lows": record_lows(row),
+        **({"votes": outcome.votes, "forks": len(outcome.forks)} if search.forks > 1 else {}),
         "timings": {"seconds": round(seconds, 4)},
     }
 
 
 def _measures(question: Question, text: str) -> dict[str, list[float]]:
-    """A text's further measures by name, each a part and the whole; UserError if one is none."""
+    """A text's further measures by name, each a part and the whole; UserError if one is invalid."""
     task, item = question.task, question.item
     where = f"{_where(task, item)}: measures"
-    with _user_code(where):
+    with user_code(where):
         given = dict(task.measures(item, text))
         measures = {name: [float(part), float(whole)] for name, (part, whole) in given.items()}
     for name, pair in measures.items():

@@ -1,7 +1,7 @@
 """The functional key/value cache: a pytree that a step takes and returns.
 
-Each row has its own length, and validity is defined by the length alone. A position at or past it
-never changes a result: its key may hold anything, NaN included, its value anything finite.
+Each row has its own length, and only the length defines which positions are valid. A position at or
+past it never changes a result: its key may be anything, NaN included, its value anything finite.
 
 No value is ever NaN or infinite (see `write.append`), so that attention may multiply the values of
 all positions by their weights: those past the length have the weight 0.
@@ -28,7 +28,7 @@ class KVCache:
     keys: tuple[jax.Array, ...]  # L of [B, K, S, H]
     values: tuple[jax.Array, ...]  # L of [B, K, S, H]
     length: jax.Array  # int32 [B], the valid positions of each row
-    activations: jnp.dtype = struct.field(pytree_node=False)  # of the hidden states beside it
+    activations: jnp.dtype = struct.field(pytree_node=False)  # dtype of the hidden states
 
     @property
     def capacity(self) -> int:
@@ -37,7 +37,7 @@ class KVCache:
 
 
 def cache_dtype(activations: jnp.dtype) -> jnp.dtype:
-    """The dtype of a cache beside activations of a dtype: the same, but float32 on a CPU, where XLA
+    """The dtype of a cache for activations of a dtype: the same, but float32 on a CPU, where XLA
     would widen an entire bfloat16 cache, and narrow it again, to write one token."""
     return jnp.dtype(jnp.float32) if traces_cpu_alone() else activations
 

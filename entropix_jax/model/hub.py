@@ -1,32 +1,23 @@
 """Downloads of models from the hub, through its own client. Nothing else is ever downloaded."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 from entropix_jax.errors import UserError
 from entropix_jax.host.files import read_json_object
 from entropix_jax.model.checkpoint import INDEX_FILE, SINGLE_FILE
-from entropix_jax.model.config import CONFIG_FILE
+from entropix_jax.model.config_file import CONFIG_FILE
 
 _TOLD = 8  # files of a repository that an error names
-_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-_GGUF = re.compile(r"(\w[\w.-]*/\w[\w.-]*)/(.+\.gguf)", re.IGNORECASE)
+# `owner/name` or `owner/name/FILE.gguf`; a name that ends in .gguf is a file's.
+HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?<!\.gguf)(?:/(.+\.gguf))?", re.IGNORECASE)
 # By name: a repository may have copies for other programs, in other formats and in subfolders.
 _FILES = """
     added_tokens.json calibration.json chat_template.jinja config.json generation_config.json
     model.safetensors.index.json special_tokens_map.json tokenizer.json tokenizer.model
     tokenizer_config.json adapter_config.json
 """.split()
-
-
-def is_hub_id(text: str) -> bool:
-    """Whether a text has the form `owner/name`."""
-    return _ID.fullmatch(text) is not None
-
-
-def is_hub_file(text: str) -> bool:
-    """Whether a text has the form `owner/name/FILE.gguf`."""
-    return _GGUF.fullmatch(text) is not None
 
 
 def snapshot(repo: str, *, revision: str | None = None, folder: Path | None = None) -> Path:
@@ -40,21 +31,18 @@ def snapshot(repo: str, *, revision: str | None = None, folder: Path | None = No
     Raises:
         UserError: there is no such repository or file, or it cannot be read.
     """
-    if (file := _GGUF.fullmatch(repo)) is None and not is_hub_id(repo):
+    if (found := HUB_ID.fullmatch(repo)) is None:
         raise UserError(f"no hub id: '{repo}' (it has the form owner/name)")
-    from huggingface_hub import errors
+    from huggingface_hub import errors, hf_hub_download
 
     try:
-        if file is not None:
-            return _download_file(file[1], file[2], revision, folder)
-        return _download_folder(repo, revision, folder)
-    except UserError:
-        raise
-    except errors.GatedRepoError:
-        told = "access is restricted; accept its terms on its page, then run 'hf auth login'"
-        raise UserError(f"{repo}: {told}") from None
-    except errors.RepositoryNotFoundError:
+        if found[2] is None:
+            return _download_folder(repo, revision, folder)
+        return Path(hf_hub_download(found[1], found[2], revision=revision, local_dir=folder))
+    except errors.RepositoryNotFoundError as error:
         told = "neither a folder here nor a repository that can be read on the hub"
+        if isinstance(error, errors.GatedRepoError):
+            told = "access is restricted; accept its terms on its page, then run 'hf auth login'"
         raise UserError(f"{repo}: {told}") from None
     except Exception as error:
         # The HTTP client's errors are no OSError.
@@ -66,19 +54,17 @@ def snapshot(repo: str, *, revision: str | None = None, folder: Path | None = No
         raise UserError(f"{repo}: {told}") from None
 
 
-def _download_file(repo: str, name: str, revision: str | None, folder: Path | None) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    return Path(hf_hub_download(repo, name, revision=revision, local_dir=folder))
-
-
 def _download_folder(repo: str, revision: str | None, folder: Path | None) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import list_repo_files, snapshot_download
 
-    place = snapshot_download(repo, revision=revision, local_dir=folder, allow_patterns=_FILES)
-    path = Path(place)
+    download = partial(snapshot_download, repo, local_dir=folder)
+    path = Path(download(revision=revision, allow_patterns=_FILES))
     if not (path / CONFIG_FILE).exists():
-        _refuse_without_config(repo, revision)
+        listed = list_repo_files(repo, revision=revision)
+        if files := [name for name in listed if name.lower().endswith(".gguf")]:
+            told = f"has GGUF files only: name one, such as {repo}/{files[0]}"
+            others = f" (or {', '.join(files[1:_TOLD])})" if files[1:] else ""
+            raise UserError(f"{repo}: {told}{others}")
     # The weights of the same commit, which is the name of a folder in the cache.
     same = path.name if folder is None else revision
     index = path / INDEX_FILE
@@ -86,16 +72,4 @@ def _download_folder(repo: str, revision: str | None, folder: Path | None) -> Pa
     if index.exists():
         weight_map = read_json_object(index).get("weight_map")
         weights = sorted({*map(str, weight_map.values())}) if isinstance(weight_map, dict) else []
-    return Path(snapshot_download(repo, revision=same, local_dir=folder, allow_patterns=weights))
-
-
-def _refuse_without_config(repo: str, revision: str | None) -> None:
-    """UserError for a repository of GGUF files, which names them."""
-    from huggingface_hub import list_repo_files
-
-    listed = list_repo_files(repo, revision=revision)
-    files = [name for name in listed if is_hub_file(f"{repo}/{name}")]
-    if files:
-        told = f"has GGUF files only: name one, such as {repo}/{files[0]}"
-        others = f" (or {', '.join(files[1:_TOLD])})" if files[1:] else ""
-        raise UserError(f"{repo}: {told}{others}")
+    return Path(download(revision=same, allow_patterns=weights))

@@ -4,21 +4,20 @@ runs fastest.
 The dtypes select the form. Where activations and weights share a dtype (any GPU or TPU, float32 on
 a CPU) it is a plain product. Narrower weights (bfloat16 on a CPU) stay narrow in memory, in the
 layout that `arranged` chooses, and are widened inside the product; few vectors are instead split
-into bfloat16 terms, where the processor multiplies those. Bfloat16 activations on a CPU, which are
-asked for, are multiplied in bfloat16 where that is faster, else widened. Int8 weights
+into bfloat16 terms, where the processor multiplies those. Bfloat16 activations on a CPU
+(`--precision bfloat16`) are multiplied in bfloat16 where that is faster, else widened. Int8 weights
 carry a scale per output channel, which is applied to the product.
 """
 
 import math
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
@@ -37,11 +36,11 @@ _BLOCK = 256
 # shapes takes, relative to widening: 2 rows 0.56, 4 rows 0.58, 8 rows 0.74, 16 rows 0.81; at 24
 # rows the products alone take as long.
 _FEW = 16
-# Of a TPU's register. XLA multiplies one vector without the matrix unit, which takes four times as
-# long as eight vectors do.
+# Rows of a TPU's register. XLA multiplies a single vector without the matrix unit, which takes four
+# times as long as eight vectors.
 _TPU_ROWS = 8
-# More than 16 and fewer than 65 bfloat16 vectors are padded to a multiple of 12: of other numbers
-# XLA computes some at half the speed (20, 28, 40, 44, 52, 62 to 64).
+# More than 16 and fewer than 65 bfloat16 vectors are padded to a multiple of 12: XLA computes some
+# other counts at half the speed (20, 28, 40, 44, 52, 62 to 64).
 _UNPADDED, _ANY_NUMBER, _TILE = 16, 65, 12
 
 
@@ -50,16 +49,6 @@ class Columns:
     """A matrix [out, in] stored as separate blocks of columns."""
 
     blocks: tuple[jax.Array, ...]  # [out, in_i], from left to right
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """The dtype of the blocks."""
-        return self.blocks[0].dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the entire matrix."""
-        return self.blocks[0].shape[0], sum(block.shape[1] for block in self.blocks)
 
 
 @struct.dataclass
@@ -97,13 +86,6 @@ def arranged(weight: Weight) -> Weight:
     return Columns(tuple(weight[:, start:end] for start, end in pairwise(bounds)))
 
 
-def whole(weight: jax.Array | Columns) -> np.ndarray:
-    """The matrix in a checkpoint's layout."""
-    if isinstance(weight, Columns):
-        return np.concatenate([np.asarray(block) for block in weight.blocks], axis=1)
-    return np.asarray(weight)
-
-
 def linear(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.Array:
     """`x[..., in] @ weight[out, in].T + bias[out] -> [..., out]`, accumulated in float32, in x's
     type."""
@@ -114,11 +96,11 @@ def linear(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.A
 
 
 def product(x: jax.Array, weight: Weight) -> jax.Array:
-    """As `linear` without bias, returned in float32, as for logits."""
+    """`x[..., in] @ weight[out, in].T` in float32, for logits."""
     if isinstance(weight, Quantized):
         return product(x, weight.values) * weight.scale.reshape((1,) * (x.ndim - 1) + (-1,))
     if isinstance(weight, Columns):
-        ends = [sum(b.shape[1] for b in weight.blocks[:i]) for i in range(1, len(weight.blocks))]
+        ends = [*accumulate(block.shape[1] for block in weight.blocks[:-1])]
         parts = zip(jnp.split(x, ends, axis=-1), weight.blocks, strict=True)
         return sum((product(part, block) for part, block in parts), jnp.float32(0))
     if x.dtype == weight.dtype == jnp.float32:
@@ -148,9 +130,9 @@ def _plain_product(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _bfloat16_product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`product` of bfloat16 activations on a CPU: in bfloat16 where that is faster. A single vector
-    is widened, as its product takes XLA twenty times as long in bfloat16, and few with int8
-    weights, of which a block at a time is widened then."""
+    """`product` of bfloat16 activations on a CPU, in bfloat16 where that is faster. A single vector
+    is widened: its product takes XLA twenty times as long in bfloat16. With int8 weights a few
+    vectors are widened, too."""
     vectors = x.reshape(-1, x.shape[-1])
     number = len(vectors)
     few = 1 if weight.dtype == jnp.bfloat16 else _FEW
@@ -176,8 +158,8 @@ def multiplies_bfloat16() -> bool:
 def _vector_product(x: jax.Array, weight: jax.Array) -> jax.Array:
     """`x[1, in]` times narrower `weight[out, in]`: the widening fuses into the product."""
     weight, x = _in_this_step(weight, x)
-    # Not inlined by XLA either: it would fuse the producer of x into the product and recompute it
-    # for each row of the weight, at half the speed.
+    # Not inlined: XLA would fuse the producer of x into the product and recompute it for each row
+    # of the weight, at half the speed.
     with set_xla_metadata(inlineable="false"):
         out: jax.Array = _widening_product(x, weight)
         return out

@@ -19,14 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from entropix_jax.model import gpu_kernels
-from entropix_jax.model.attention import (
-    attend,
-    attend_next,
-    attention_stats,
-    empty_scores,
-    join_layers,
-)
+from entropix_jax.model.attention import attend, attention_stats, join_layers
 from entropix_jax.model.cache import KVCache
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.linear import linear, product, rows
@@ -34,7 +27,6 @@ from entropix_jax.model.mesh import gather_logits
 from entropix_jax.model.params import LayerParams, Params
 from entropix_jax.model.rope import rotate, rotations
 from entropix_jax.model.write import append
-from entropix_jax.platforms import for_platform
 from entropix_jax.stats import AttnStats
 
 
@@ -81,62 +73,36 @@ def forward(
     visible = key_positions[None, :] <= measured[:, None]
     cos, sin = rotations(config, positions)
 
-    # A single new token of each row takes another way, which puts all layers' scores in one array.
-    is_next = new == 1 and not every
-    shape = (batch,) if is_next else tokens.shape
-    sizes = batch, config.num_layers, config.num_heads, window
-    scores = empty_scores(*sizes) if is_next else None
-
     # Jitted so that identical layers are traced once; XLA inlines it.
     @partial(jax.jit, static_argnames="rotates")
     def one_layer(
         layer: LayerParams,
-        next_norm: jax.Array,
-        index: jax.Array,
         hidden: jax.Array,
-        normed: jax.Array,
         cached: tuple[jax.Array, jax.Array],
-        scores: jax.Array | None,
         *,
         rotates: bool,
     ) -> tuple[Any, ...]:
-        note: Any  # what the statistics are made of
-        new = query, key, value = _project(normed, layer, config, shape)
-        turns = (cos, sin) if rotates else (jnp.ones_like(cos), jnp.zeros_like(sin))
-        if scores is not None:
-            place = scores, index, start, count
-            mixed, cached, scores, note = attend_next(*new, turns, cached, *place)
-        else:
-            query, key = rotate(query, *turns), rotate(key, *turns)
-            cached = append(cached, key, value, start, count)
-            keys, values = (x[:batch, :, :window] for x in cached)
-            mixed, all_scores = attend(query, keys, values, positions)
-            if every:  # reduced layer by layer: the scores of all positions are large
-                all_scores = all_scores.swapaxes(1, 2).reshape(-1, 1, config.num_heads, window)
-                note = attention_stats(all_scores, visible)
-            else:
-                last = jnp.maximum(count - 1, 0)[:, None, None, None]
-                note = jnp.take_along_axis(all_scores, last, axis=2)[:, :, 0]
-        out = linear(mixed.reshape(tokens.size, mixed.shape[-1]), layer.output)
-        hidden, normed = add_and_norm(hidden, out, layer.mlp_norm)
-        hidden, normed = add_and_norm(hidden, _swiglu(normed, layer), next_norm)
-        sound = [finite(*new), finite(hidden)] if check else []
-        return hidden, normed, cached, scores, note, sound
+        # Attention.
+        normed = rms_norm(hidden, layer.attention_norm, config.norm_eps)
+        query, key, value = _project(normed, layer, config, tokens.shape)
+        sound = [finite(query, key, value)] if check else []
+        if rotates:
+            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        cached = append(cached, key, value, start, count)
+        mixed, scores = attend(query, *cached, positions, window=window)
+        hidden = hidden + linear(mixed.reshape(tokens.size, -1), layer.output)
 
-    def add_and_norm(
-        hidden: jax.Array, out: jax.Array, weight: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """A block's output added, and what the next block is given."""
+        # MLP.
+        normed = rms_norm(hidden, layer.mlp_norm, config.norm_eps)
+        hidden = hidden + _swiglu(normed, layer)
+        sound += [finite(hidden)] if check else []
 
-        def plain(*args: jax.Array) -> tuple[jax.Array, jax.Array]:
-            hidden, out, weight, _ = args
-            hidden = hidden + out
-            return hidden, rms_norm(hidden, weight, config.norm_eps)
-
-        gpu = gpu_kernels.add_and_norm if is_next and gpu_kernels.are_there() else None
-        args = hidden, out, weight, jnp.float32(config.norm_eps)
-        added: tuple[jax.Array, jax.Array] = for_platform(*args, gpu=gpu, otherwise=plain)
-        return added
+        # The scores for the attention statistics.
+        if every:  # reduced here, layer by layer: the scores of all positions are large
+            scores = scores.swapaxes(1, 2).reshape(-1, 1, config.num_heads, window)
+            return hidden, cached, attention_stats(scores, visible), sound
+        last = jnp.maximum(count - 1, 0)[:, None, None, None]
+        return hidden, cached, jnp.take_along_axis(scores, last, axis=2)[:, :, 0], sound
 
     def finite(*activations: jax.Array) -> jax.Array:
         """Whether all activations of a token are finite: bool [B, T]."""
@@ -147,33 +113,27 @@ def forward(
     # axes, XLA's reshape mover pushes each product's reshape through the next layer, one layer per
     # pass over the entire program, which slows down compilation.
     hidden = rows(params.embedding, tokens.reshape(-1), cache.activations)
-    noted, kept, sound = [], [], [finite(hidden)] if check else []
-    norms = [*(layer.attention_norm for layer in params.layers), params.final_norm]
-    normed = rms_norm(hidden, norms[0], config.norm_eps)
-    layers = zip(params.layers, norms[1:], cache.keys, cache.values, strict=True)
-    for i, (layer, next_norm, *cached) in enumerate(layers):
+    attended, kept, sound = [], [], [finite(hidden)] if check else []
+    for i, (layer, *cached) in enumerate(zip(params.layers, cache.keys, cache.values, strict=True)):
         with jax.named_scope(f"layer_{i}"):
-            hidden, normed, own, scores, note, checked = one_layer(
-                *(layer, next_norm, jnp.int32(i), hidden, normed, tuple(cached), scores),
-                rotates=i not in config.layers_without_rope,
+            hidden, own, measurable, checked = one_layer(
+                layer, hidden, tuple(cached), rotates=i not in config.layers_without_rope
             )
-        noted.append(note)
+        attended.append(measurable)
         kept.append(own)
         sound += checked
-    hidden = normed.reshape(*tokens.shape, config.width)
+    hidden = rms_norm(hidden, params.final_norm, config.norm_eps)
 
-    # Statistics of all layers at once, where they were not reduced already.
     if every:
-        stats = join_layers(noted)
+        stats = join_layers(attended)
     else:
-        stacked = jnp.stack(noted, axis=1)
-        told = (stacked, visible) if scores is None else (scores, visible, stacked)
-        stats = attention_stats(*told)
-    if sound:
+        stats = attention_stats(jnp.stack(attended, axis=1), visible)
+    if check:
         padding = (positions >= length[:, None])[:, :, None]
         stats = replace(stats, sound=jnp.stack(sound, axis=-1) | padding)
     keys, values = zip(*kept, strict=True)
-    return hidden, stats, replace(cache, keys=keys, values=values, length=length)
+    cache = replace(cache, keys=keys, values=values, length=length)
+    return hidden.reshape(*tokens.shape, config.width), stats, cache
 
 
 def unembed(params: Params, hidden: jax.Array) -> jax.Array:
@@ -193,18 +153,14 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 def _project(
     x: jax.Array, layer: LayerParams, config: ModelConfig, shape: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries [..., N, H], keys and values [..., K, H] of `x[B*T, D]`; `shape` is that of `...`."""
+    """Queries [B, T, N, H], keys and values [B, T, K, H] of `x[B*T, D]`; `shape` is [B, T]."""
 
     def heads(weight: Any, bias: jax.Array | None) -> jax.Array:
         return linear(x, weight, bias).reshape(*shape, -1, config.head_dim)
 
     query = heads(layer.query, layer.query_bias)
-    if layer.key is None:  # see `pack`
-        ends = config.num_heads, config.num_heads + config.num_kv_heads
-        query, key, value = jnp.split(query, ends, axis=-2)
-    else:
-        key = heads(layer.key, layer.key_bias)
-        value = heads(layer.value, layer.value_bias)
+    key = heads(layer.key, layer.key_bias)
+    value = heads(layer.value, layer.value_bias)
     if layer.query_norm is not None:
         query = rms_norm(query, layer.query_norm, config.norm_eps)
         key = rms_norm(key, layer.key_norm, config.norm_eps)
@@ -212,6 +168,4 @@ def _project(
 
 
 def _swiglu(x: jax.Array, layer: LayerParams) -> jax.Array:
-    gate = linear(x, layer.gate)
-    gate, up = jnp.split(gate, 2, axis=-1) if layer.up is None else (gate, linear(x, layer.up))
-    return linear(jax.nn.silu(gate) * up, layer.down)
+    return linear(jax.nn.silu(linear(x, layer.gate)) * linear(x, layer.up), layer.down)

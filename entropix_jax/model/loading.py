@@ -3,39 +3,31 @@
 import importlib.metadata
 import os
 import warnings
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from entropix_jax.errors import Note, UserError
-from entropix_jax.host.files import read_json_object
+from entropix_jax.errors import Note, UserError, nearest
 from entropix_jax.host.memory import as_size, free_share
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.model.checkpoint import (
-    check_format,
+    EMBEDDING,
+    ModelFiles,
     fingerprint,
-    has_own_head,
-    open_tensors,
+    open_folder,
     read_params,
 )
-from entropix_jax.model.config import (
-    CONFIG_FILE,
-    GenerationConfig,
-    ModelConfig,
-    load_generation_config,
-    load_model_config,
-    unknown_keys,
-)
-from entropix_jax.model.gguf import SUFFIX, GgufFile
-from entropix_jax.model.hub import is_hub_file, is_hub_id, snapshot
+from entropix_jax.model.config import ModelConfig
+from entropix_jax.model.config_file import CONFIG_FILE
+from entropix_jax.model.gguf import SUFFIX, open_gguf
+from entropix_jax.model.hub import HUB_ID, snapshot
 from entropix_jax.model.mesh import Rules, rules_for, weights_bytes
-from entropix_jax.model.params import PACKED, Params, count_params, param_specs
+from entropix_jax.model.params import Params, count_params
 from entropix_jax.model.precision import INT8, WEIGHTS, Precision, choose_precision
-from entropix_jax.text.tokenizer import Tokenizer, load_tokenizer
+from entropix_jax.text.tokenizer import Tokenizer
 from entropix_jax.text.turns import named_turn_ends, turn_end_id
 
 TINY, SMOLLM2 = "tiny", "smollm2"  # names of models
@@ -51,7 +43,7 @@ class LanguageModel:
 
     folder: Path  # or a GGUF file
     config: ModelConfig
-    generation: GenerationConfig
+    eos_ids: tuple[int, ...]  # the end tokens of a text, possibly none
     params: Params
     precision: Precision
     tokenizer: Tokenizer
@@ -63,7 +55,7 @@ class LanguageModel:
 
     @property
     def calibration_file(self) -> Path:
-        """The path of the model's quantile tables, if it has any: in its folder, beside its GGUF
+        """The path of the model's quantile tables, if it has any: in its folder, next to its GGUF
         file as `FILE.calibration.json`, or for `smollm2` in this package."""
         if self.folder == _smollm2():
             return resource_folder("weights") / SMOLLM2 / CALIBRATION_FILE
@@ -88,20 +80,20 @@ class LanguageModel:
         if self.tokenizer.chat_template is None:
             return False
         ends = named_turn_ends(self.tokenizer) if self.turn_end_id is None else [self.turn_end_id]
-        return not {*ends}.isdisjoint(self.generation.eos_ids)
+        return not {*ends}.isdisjoint(self.eos_ids)
 
     @cached_property
     def turn_end_ids(self) -> tuple[int, ...]:
         """The tokens that end a turn of a chat: the end tokens, the one that the template ends a
         turn with, and the control tokens of such a name."""
         ends = (self.turn_end_id, *named_turn_ends(self.tokenizer))
-        ids = (*self.generation.eos_ids, *(i for i in ends if i is not None))
+        ids = (*self.eos_ids, *(i for i in ends if i is not None))
         return tuple(dict.fromkeys(i for i in ids if i < self.config.vocab_size))
 
     def end_ids(self, *, chat: bool) -> tuple[int, ...]:
         """The tokens that end a row. The end of a turn ends a chat, and any text of a chat model,
         whose prompt may be a chat that the caller has formatted."""
-        return self.turn_end_ids if chat or self.is_chat_model else self.generation.eos_ids
+        return self.turn_end_ids if chat or self.is_chat_model else self.eos_ids
 
     def turn_note(self) -> str | None:
         """Returns a line for the user where the end of a text, or what a prompt is put as, is not
@@ -110,55 +102,22 @@ class LanguageModel:
             return f"{self.folder}: no end token is named: rows end at their budget, or by --stop"
         if self.tokenizer.chat_template is None or self.folder == resource_folder("weights") / TINY:
             return None
-        end = self.turn_end_id
+        end, why = self.turn_end_id, "its chat template ends turns with"
         name = None if end is None else self.tokenizer.token_string(end)
-        if self.is_chat_model:
-            usual = end is None or end in named_turn_ends(self.tokenizer)
-            why = f"its chat template ends turns with its end token '{name}'"
-            told = f"{self.folder}: prompts are put as chats, since {why} (--no-chat: plain text)"
-            return None if usual else told
-        why = (
-            "its chat template ends turns with no control token"
-            if end is None
-            else f"its chat template ends turns with '{name}', which is not one of its end tokens"
-        )
-        return f"{self.folder}: taken for a base model, since {why} (--chat: prompts are chats)"
-
-
-class ModelFolder:
-    """What the files of a folder in the Hugging Face layout say of a model."""
-
-    def __init__(self, path: Path) -> None:
-        adapter = path / "adapter_config.json"
-        if adapter.is_file() and not (path / CONFIG_FILE).exists():
-            base = read_json_object(adapter).get("base_model_name_or_path") or "its base model"
-            merge = "model.merge_and_unload().save_pretrained(NEW_FOLDER)"
-            problem = f"contains an adapter for {base}, but no model"
-            raise UserError(f"{path}: {problem}: merge the two with peft, {merge}")
-        check_format(path)
-        self.config = load_model_config(path)
-        self.generation = load_generation_config(path)
-        self.tensors = open_tensors(path, self.config)
-        self.tokenizer = partial(load_tokenizer, path)
-        self.notes: list[str] = []  # for the user, each with its file
-        file = path / CONFIG_FILE
-        if unknown := unknown_keys(read_json_object(file)):
-            names = ", ".join(f"'{key}'" for key in unknown)
-            self.notes.append(f"{file}: not known here, taken to change nothing: {names}")
-        if has_own_head(self.tensors, self.config):
-            self.config = replace(self.config, tied_head=False)
-            self.notes.append(
-                f"{file}: 'tie_word_embeddings' is ignored, since the stored 'lm_head.weight' "
-                "differs from the embedding"
-            )
-
-
-ModelFiles = ModelFolder | GgufFile
+        if not self.is_chat_model:
+            found = f"'{name}', which is not one of its end tokens" if name else "no control token"
+            told = f"taken for a base model, since {why} {found} (--chat: prompts are chats)"
+        elif end is None or end in named_turn_ends(self.tokenizer):
+            return None
+        else:
+            found = f"its end token '{name}'"
+            told = f"prompts are put as chats, since {why} {found} (--no-chat: plain text)"
+        return f"{self.folder}: {told}"
 
 
 def open_model(path: Path) -> ModelFiles:
-    """What the files of a model, at what `resolve_model` gives, say before weights are read."""
-    return ModelFolder(path) if path.is_dir() else GgufFile(path)
+    """Opens the files of a model at a path of `resolve_model`, without reading its weights."""
+    return open_folder(path) if path.is_dir() else open_gguf(path)
 
 
 def load(
@@ -181,25 +140,25 @@ def load(
             float32 on a CPU, elsewhere that of the weights (bfloat16 for int8).
         check: look for NaN and infinity in all weights.
 
-    An unknown key of the configuration is told in a warning. UserError if there is no such model or
-    no device, a file is damaged or not implemented, weights do not fit into memory or are not
-    finite, or the mesh does not divide it.
+    Warns of unknown keys of the configuration. UserError if the model or the device is missing, a
+    file is damaged or not implemented, weights do not fit into memory or are not finite, or the
+    mesh does not divide the model.
     """
     check_backend()
     folder = resolve_model(model)
     files = open_model(folder)
-    config, generation, tokenizer = files.config, files.generation, files.tokenizer()
+    config, eos_ids, tokenizer = files.config, files.eos_ids, files.tokenizer()
     for note in files.notes:
         warnings.warn(note, Note, stacklevel=2)
     # A tokenizer may add tokens that the model has no rows for, such as one for padding.
     if (size := tokenizer.own_size) > config.vocab_size:
         sizes = f"the tokenizer has {size} tokens, the model only {config.vocab_size}"
         raise UserError(f"{folder}: {sizes}")
-    if too_large := [i for i in generation.eos_ids if i >= config.vocab_size]:
-        raise UserError(f"{folder}: the end token {too_large[0]} is none of {config.vocab_size}")
+    if too_large := [i for i in eos_ids if i >= config.vocab_size]:
+        raise UserError(f"{folder}: the end token {too_large[0]} is not in the vocabulary")
     eos = tokenizer.named_token_id("eos_token")
-    if eos is not None and eos not in generation.eos_ids and eos < config.vocab_size:
-        generation = replace(generation, eos_ids=(*generation.eos_ids, eos))
+    if eos is not None and eos not in eos_ids and eos < config.vocab_size:
+        eos_ids = (*eos_ids, eos)
     weights = weights_dtype(files, dtype)
     dtypes = choose_precision(weights, activations=precision)
     needed, free = weights_bytes(config, dtypes.weights, mesh), free_share(mesh)
@@ -209,30 +168,23 @@ def load(
         raise UserError(f"{folder}: its weights do not fit into memory: {sizes}{smaller}")
     rules = None if mesh is None or mesh.size == 1 else rules_for(mesh, config)
     shardings = None if rules is None else rules.params(config)
-    platform = jax.default_backend()
-    options: Any = {
-        "arrange": platform == "cpu",
-        "check": check,
-        "packed": rules is None and platform in PACKED,
-    }
-    params = read_params(files.tensors, config, weights, shardings, **options)
-    loaded = LanguageModel(folder, config, generation, params, dtypes, tokenizer, rules)
+    params = read_params(files.tensors, config, weights, shardings, check=check)
+    loaded = LanguageModel(folder, config, eos_ids, params, dtypes, tokenizer, rules)
     if (about_turns := loaded.turn_note()) is not None:
         warnings.warn(about_turns, Note, stacklevel=2)
     return loaded
 
 
 def weights_dtype(files: ModelFiles, dtype: str | None = None) -> str:
-    """The type that a model's weights take in memory, where `dtype` is what is asked for."""
+    """The dtype of a model's weights in memory: `dtype`, or its own."""
     if dtype is not None and dtype not in WEIGHTS:
         raise UserError(f"weights cannot be of type {dtype!r}, only {', '.join(WEIGHTS)}")
-    embedding = files.tensors[param_specs(files.config).embedding.name]
-    stored = files.config.dtype or str(embedding.dtype)
+    stored = files.config.dtype or str(files.tensors[EMBEDDING].dtype)
     return dtype or ("float32" if stored == "float16" else stored)
 
 
 def default_model() -> str:
-    """The model that is taken where none is named: `smollm2` if it is installed, else `tiny`."""
+    """The model that runs if none is named: `smollm2` if it is installed, else `tiny`."""
     return TINY if _smollm2() is None else SMOLLM2
 
 
@@ -253,13 +205,13 @@ def resolve_model(model: str | None) -> Path:
         return _file_of(path)
     if model and path.exists():
         if path.suffix.lower() != SUFFIX:
-            raise UserError(f"{model}: a file, but no GGUF file (its name would end in {SUFFIX})")
+            raise UserError(f"{model}: not a GGUF file (its name must end in {SUFFIX})")
         return path
-    is_file = path.suffix.lower() == SUFFIX
-    if not (is_hub_file(model) if is_file and not path.is_absolute() else is_hub_id(model)):
-        known = f"{SMOLLM2}, {TINY}, a folder, a file that ends in {SUFFIX}, and a hub id"
-        form = f"owner/name or owner/name/FILE{SUFFIX}"
-        raise UserError(f"no such model: '{model}' (known are {known} of the form {form})")
+    if not HUB_ID.fullmatch(model):
+        known = f"{SMOLLM2}, {TINY}, a folder, a {SUFFIX} file, owner/name of the hub"
+        known += f", owner/name/FILE{SUFFIX}"
+        hint = nearest(model, (SMOLLM2, TINY), f" (known: {known})")
+        raise UserError(f"no such model: '{model}'{hint}")
     return snapshot(model)
 
 
@@ -279,12 +231,12 @@ def _file_of(folder: Path) -> Path:
     if (folder / CONFIG_FILE).exists() or not files:
         return folder
     if len(files) > 1:
-        raise UserError(f"{folder}: holds {len(files)} GGUF files: name one of them")
+        raise UserError(f"{folder}: contains {len(files)} GGUF files: name one of them")
     return files[0]
 
 
 def check_backend() -> None:
-    """Starts JAX's backend; refuses where it has no device of the kind that it was told to use."""
+    """Starts JAX's backend. UserError if it has no device."""
     try:
         jax.default_backend()
     except (RuntimeError, AssertionError) as error:

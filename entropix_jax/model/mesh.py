@@ -125,44 +125,35 @@ def place(tree: _Tree, shardings: _Tree) -> _Tree:
 
 
 def split_rows(
-    *, rows: Mapping[str, int], returns: Any
+    returns: Any,
 ) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
     """Decorates a batch function, under `jax.jit`, to run per data shard when its arguments are on
     a mesh. Inside it B is the shard's batch size, so a branch on "does any row need it" is decided
     per shard.
 
-    Args:
-        rows: the arguments whose leaves have a leading row axis, with the smallest rank of a leaf
-            that has one (end tokens are [B, E], or [E] for all rows). Other positional arguments
-            are replicated; keyword-only ones are static.
-        returns: a prefix tree of the function's output, with `ROWS`, `STEPS` and `ONCE` at its
-            leaves.
+    The leaves of the argument `state` have a leading row axis, except scalars. Other positional
+    arguments are replicated; keyword-only ones are static. `returns` is a prefix tree of the
+    function's output, with `ROWS`, `STEPS` and `ONCE` at its leaves.
     """
 
-    def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-        signature = inspect.signature(function)
-        call: Callable[..., _Result] = function
+    def decorate(call: Callable[..., _Result]) -> Callable[_Arguments, _Result]:
+        state = [*inspect.signature(call).parameters].index("state")
 
-        @wraps(function)
+        @wraps(call)
         def split(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-            bound = signature.bind(*args, **kwargs)
-            traced = dict(zip(signature.parameters, bound.args, strict=False))
-            meshes = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(traced))
+            meshes = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(args))
             if (mesh := next((mesh for mesh in meshes if mesh.size > 1), None)) is None:
                 return call(*args, **kwargs)
-
-            def spec(name: str, leaf: jax.Array) -> P:
-                axes: P = ROWS if jnp.ndim(leaf) >= rows.get(name, math.inf) else ONCE
-                return axes
-
+            specs: list[Any] = [jax.tree.map(lambda _: ONCE, tree) for tree in args]
+            specs[state] = jax.tree.map(lambda x: ROWS if jnp.ndim(x) else ONCE, args[state])
             whole = jax.shard_map(
-                partial(call, **bound.kwargs),
+                partial(call, **kwargs),
                 mesh=mesh,
                 axis_names={DATA},  # `model` is left to XLA
-                in_specs=tuple(jax.tree.map(partial(spec, name), x) for name, x in traced.items()),
+                in_specs=tuple(specs),
                 out_specs=returns,
                 check_vma=False,
-            )(*bound.args)
+            )(*args)
             kept: _Result = jax.tree.map(lambda spec, part: _keep(mesh, spec, part), returns, whole)
             return kept
 
@@ -181,17 +172,17 @@ def gather_logits(logits: jax.Array) -> jax.Array:
 
 def any_shard(flag: jax.Array) -> jax.Array:
     """Logical or of a bool [] over the data shards."""
-    return lax.pmax(flag.astype(jnp.int32), DATA) > 0 if _in_shard() else flag
+    return lax.pmax(flag.astype(jnp.int32), DATA) > 0 if in_shard() else flag
 
 
 def sum_shards(number: jax.Array) -> jax.Array:
     """Sum of a scalar over the data shards."""
-    return lax.psum(number, DATA) if _in_shard() else number
+    return lax.psum(number, DATA) if in_shard() else number
 
 
 def local_index(numbers: jax.Array, size: int) -> jax.Array:
     """Global row indices, int32 [...], as indices into this shard's `size` rows; else `size`."""
-    if not _in_shard():
+    if not in_shard():
         return numbers
     numbers = numbers - lax.axis_index(DATA) * size
     return jnp.where((numbers >= 0) & (numbers < size), numbers, size)
@@ -199,7 +190,7 @@ def local_index(numbers: jax.Array, size: int) -> jax.Array:
 
 def local_rows(tree: _Tree, size: int) -> _Tree:
     """This shard's `size` rows of replicated leaves [B, ...]."""
-    if not _in_shard():
+    if not in_shard():
         return tree
     start = lax.axis_index(DATA) * size
     own: _Tree = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), tree)
@@ -208,17 +199,17 @@ def local_rows(tree: _Tree, size: int) -> _Tree:
 
 def broadcast_row(rows: jax.Array, number: jax.Array) -> jax.Array:
     """The row with the global index `number`, int32 [], of `rows[B, ...]`, on every shard."""
-    if not _in_shard():
+    if not in_shard():
         return rows[number]
     own = local_index(number, rows.shape[0])
     row = jnp.where(own < rows.shape[0], rows[own], jnp.zeros((), rows.dtype))
-    # XLA fails on a sum over one shard beside an axis that is its own to split.
+    # XLA fails on a sum over a single shard while it partitions the other axis.
     return row if lax.axis_size(DATA) == 1 else lax.psum(row, DATA)
 
 
 def apply_if_any(mask: jax.Array, work: Callable[[_Tree], _Tree], value: _Tree) -> _Tree:
     """`work(value)` on the shards where any of `mask`, bool [...], is True; else `value`."""
-    if not _in_shard():
+    if not in_shard():
         return work(value)
     out: _Tree = lax.cond(jnp.any(mask), work, lambda value: value, value)
     return out
@@ -251,6 +242,6 @@ def _keep(mesh: AbstractMesh, spec: P, tree: Any) -> Any:
     return lax.with_sharding_constraint(tree, shardings)
 
 
-def _in_shard() -> bool:
+def in_shard() -> bool:
     """Whether the trace is inside `shard_map` over `data`."""
     return DATA in jax.sharding.get_abstract_mesh().manual_axes

@@ -5,7 +5,7 @@ checkpoint's `[out, in]` layout: nothing is transposed on loading.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from entropix_jax.model.config import ModelConfig
 @struct.dataclass
 class LayerParams:
     """One decoder layer. Leaves are arrays, or `ParamSpec`s in an abstract tree; None is a weight
-    that the model does not have, or that `pack` has put below another one."""
+    that the model does not have."""
 
     attention_norm: Any  # [D]
     query: Any  # [N*H, D]
@@ -60,6 +60,26 @@ class ParamSpec:
     axes: tuple[str, ...]
 
 
+# Of each weight of a layer: its name in the checkpoint and its logical axes.
+_LAYER = {
+    "attention_norm": ("input_layernorm.weight", "width"),
+    "query": ("self_attn.q_proj.weight", "heads", "width"),
+    "key": ("self_attn.k_proj.weight", "kv_heads", "width"),
+    "value": ("self_attn.v_proj.weight", "kv_heads", "width"),
+    "output": ("self_attn.o_proj.weight", "width", "heads"),
+    "mlp_norm": ("post_attention_layernorm.weight", "width"),
+    "gate": ("mlp.gate_proj.weight", "mlp", "width"),
+    "up": ("mlp.up_proj.weight", "mlp", "width"),
+    "down": ("mlp.down_proj.weight", "width", "mlp"),
+    "query_bias": ("self_attn.q_proj.bias", "heads"),
+    "key_bias": ("self_attn.k_proj.bias", "kv_heads"),
+    "value_bias": ("self_attn.v_proj.bias", "kv_heads"),
+    "query_norm": ("self_attn.q_norm.weight", "head_dim"),
+    "key_norm": ("self_attn.k_norm.weight", "head_dim"),
+}
+_BIASES, _HEAD_NORMS = ("query_bias", "key_bias", "value_bias"), ("query_norm", "key_norm")
+
+
 def param_specs(config: ModelConfig) -> Params:
     """The abstract parameter tree of a configuration, with a `ParamSpec` at each leaf."""
     sizes = {
@@ -74,59 +94,18 @@ def param_specs(config: ModelConfig) -> Params:
     def spec(name: str, *axes: str) -> ParamSpec:
         return ParamSpec(name, tuple(sizes[axis] for axis in axes), axes)
 
+    absent = (() if config.qkv_bias else _BIASES) + (() if config.qk_norm else _HEAD_NORMS)
+    fields = {field: own for field, own in _LAYER.items() if field not in absent}
+
     def layer(i: int) -> LayerParams:
-        def weight(name: str, *axes: str) -> ParamSpec:
-            return spec(f"model.layers.{i}.{name}.weight", *axes)
-
-        def bias(name: str, axis: str) -> ParamSpec | None:
-            return spec(f"model.layers.{i}.{name}.bias", axis) if config.qkv_bias else None
-
-        def head_norm(name: str) -> ParamSpec | None:
-            return weight(name, "head_dim") if config.qk_norm else None
-
-        return LayerParams(
-            attention_norm=weight("input_layernorm", "width"),
-            query=weight("self_attn.q_proj", "heads", "width"),
-            key=weight("self_attn.k_proj", "kv_heads", "width"),
-            value=weight("self_attn.v_proj", "kv_heads", "width"),
-            output=weight("self_attn.o_proj", "width", "heads"),
-            mlp_norm=weight("post_attention_layernorm", "width"),
-            gate=weight("mlp.gate_proj", "mlp", "width"),
-            up=weight("mlp.up_proj", "mlp", "width"),
-            down=weight("mlp.down_proj", "width", "mlp"),
-            query_bias=bias("self_attn.q_proj", "heads"),
-            key_bias=bias("self_attn.k_proj", "kv_heads"),
-            value_bias=bias("self_attn.v_proj", "kv_heads"),
-            query_norm=head_norm("self_attn.q_norm"),
-            key_norm=head_norm("self_attn.k_norm"),
-        )
+        specs = {k: spec(f"model.layers.{i}.{name}", *axes) for k, (name, *axes) in fields.items()}
+        return LayerParams(**specs)
 
     return Params(
         embedding=spec("model.embed_tokens.weight", "vocab", "width"),
         layers=tuple(map(layer, range(config.num_layers))),
         final_norm=spec("model.norm.weight", "width"),
         head=None if config.tied_head else spec("lm_head.weight", "vocab", "width"),
-    )
-
-
-# Platforms, as JAX names them, whose weights are packed: one row's step is then fewer launches. A
-# CPU copies the parts of what such a product makes, and a TPU takes longer for it.
-PACKED = ("gpu", "cuda", "rocm")
-
-
-def pack(layer: LayerParams) -> LayerParams:
-    """Query, key and value as one matrix [(N+2K)*H, D], in the place of the query, and gate and up
-    as one [2*F, D], in that of the gate."""
-
-    def below(*weights: Any) -> Any:
-        return jax.tree.map(lambda *parts: jnp.concatenate(parts), *weights)
-
-    return replace(
-        layer,
-        query=below(layer.query, layer.key, layer.value),
-        query_bias=below(layer.query_bias, layer.key_bias, layer.value_bias),
-        gate=below(layer.gate, layer.up),
-        **dict.fromkeys(("key", "value", "up", "key_bias", "value_bias")),
     )
 
 

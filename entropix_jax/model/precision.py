@@ -30,10 +30,10 @@ def choose_precision(
 ) -> Precision:
     """The precision for weights of a dtype on a backend (default: JAX's default backend).
 
-    `activations` are asked for; None is the backend's own choice. On a CPU that is float32: rows
-    then have the same tokens alone and in a batch, and bfloat16 weights save memory bandwidth
-    either way (`linear`). GPUs and TPUs compute in the dtype of the weights, or in bfloat16 for
-    int8 weights, with float32 accumulation. UserError if there are no such activations.
+    `activations` None is the backend's default. On a CPU that is float32: rows then have the same
+    tokens alone and in a batch, and bfloat16 weights save memory bandwidth either way (`linear`).
+    GPUs and TPUs compute in the dtype of the weights, or in bfloat16 for int8 weights, with float32
+    accumulation. UserError if the activations are unknown.
     """
     if activations is not None and activations not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)

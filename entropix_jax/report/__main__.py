@@ -1,6 +1,5 @@
-"""`python -m entropix_jax.report`: traces as a page."""
+"""`python -m entropix_jax.report`, the same as `entropix-jax report`."""
 
 from entropix_jax.__main__ import run_module
 
-if __name__ == "__main__":
-    run_module("report")
+run_module("report")

@@ -5,7 +5,7 @@ The HTML has its own style, follows the notebook's light or dark theme, and is b
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from entropix_jax.errors import printable
 from entropix_jax.names import MEANINGS, REGIMES
@@ -17,33 +17,9 @@ _PROMPT = 500  # characters of its end
 _BRANCH = 60  # characters of a branch in a tooltip
 
 
-class Token(Protocol):
-    """What is shown of a token."""
-
-    @property
-    def regime(self) -> str: ...
-
-    def to_json(self, *, retracted: bool = ...) -> dict[str, Any]: ...
-
-
-class Shown(Protocol):
-    """What is shown of a row."""
-
-    @property
-    def tokens(self) -> Sequence[Token]: ...
-
-    @property
-    def retracted_tokens(self) -> Sequence[Token]: ...
-
-    finish_reason: str | None
-    error: str | None
-
-    @property
-    def log(self) -> Sequence[tuple[Token, bool]]: ...
-
-
-def html(rows: Sequence[Shown], prompt: str | None = None) -> str:
-    """Rows as HTML, up to `MAX_TOKENS` tokens in all, each row after the prompt if it is given."""
+def html(rows: Sequence[Any], prompt: str | None = None) -> str:
+    """Rows (`engine.results.Row`, in a higher layer) as HTML, up to `MAX_TOKENS` tokens in all,
+    each row after the prompt if it is given."""
     shown: list[dict[str, Any]] = []
     all_drawn: list[dict[str, Any]] = []
     for number, row in enumerate(rows[:_MAX_ROWS], 1):
@@ -95,7 +71,7 @@ def _quoted(text: str) -> str:
     return repr(printable(text))[1:-1]
 
 
-def _title(row: Shown, number: str) -> str:
+def _title(row: Any, number: str) -> str:
     count = len(row.tokens)
     parts = [
         number,
@@ -107,7 +83,7 @@ def _title(row: Shown, number: str) -> str:
     return " · ".join(filter(None, parts))
 
 
-def _shares(tokens: Sequence[Token]) -> list[dict[str, str]]:
+def _shares(tokens: Sequence[Any]) -> list[dict[str, str]]:
     shares = []
     for regime in REGIMES if tokens else ():
         own = [token for token in tokens if token.regime == regime]

@@ -1,4 +1,4 @@
-"""The page of one run, and the page that compares runs: one self-contained HTML file each.
+"""The page of one run: one self-contained HTML file.
 
 The text is HTML, drawn as in a notebook, and readable without scripts. The scripts in `static/` add
 details, plots and filters from the trace that the page carries. Payloads are base64 and scripts are
@@ -8,11 +8,10 @@ this package's, so no text of a model or prompt can break out.
 import base64
 import hashlib
 import importlib.util
-import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -38,7 +37,6 @@ _ENDS = {
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+\.js)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class)\b)", re.MULTILINE)
 _SHOWN = ("model", "sampler", "seed", "backend", "versions", "prompt", "messages")  # of a header
-_NOT_COMPARED = ("layers", "top", "branches")  # most of a trace's size
 
 
 def check_report(output: Path, *inputs: Path | str | None) -> None:
@@ -54,12 +52,8 @@ def check_report(output: Path, *inputs: Path | str | None) -> None:
 
 
 def write_report(trace: Path, output: Path) -> None:
-    """Writes the page of one run."""
-    write_page(run_page(trace), output)
-
-
-def write_page(page: str, output: Path) -> None:
-    """Writes a page atomically."""
+    """Writes the page of one run, atomically."""
+    page = run_page(trace)
     with replacing(output) as scratch:
         # The name of a model's folder may not be UTF-8.
         scratch.write_bytes(page.encode("utf-8", "replace"))
@@ -68,28 +62,20 @@ def write_page(page: str, output: Path) -> None:
 def run_page(trace: Path) -> str:
     """The page of one run. The same trace gives the same page."""
     reader = _Reader(trace)
-    return _render([reader], [pack(reader.lines())], compare=False)
-
-
-def comparison_page(traces: Sequence[Path]) -> str:
-    """The page that compares the texts of several traces of one prompt, or those of one trace.
-
-    It leaves out layers, likeliest tokens and branches. The prompts must be the same.
-    """
-    readers, payloads = [_Reader(trace) for trace in traces], []
-    for reader in readers:
-        payloads.append(pack(reader.lines(compare=True)))
-        first, header = readers[0].header, reader.header
-        # Models with different vocabularies encode one prompt differently.
-        name = "prompt_tokens" if first["model"] == header["model"] else "prompt"
-        if first[name] != header[name]:
-            which = (
-                f"another prompt than {traces[0]}: {header['prompt']!r}, not {first['prompt']!r}"
-            )
-            raise UserError(f"{reader.path}: {which}: only traces of one prompt can be compared")
-    if len(readers) == 1 and len(readers[0].rows) < 2:
-        raise UserError(f"{traces[0]}: only one text: nothing to compare it with")
-    return _render(readers, payloads, compare=True)
+    payload = pack(reader.lines())
+    plotly, own = plotly_source(), script()
+    return html_template("page.html").render(
+        trace=reader.facts(),
+        texts=reader.rows,
+        marks=marks(token for row in reader.rows.values() for token in row),
+        meanings=MEANINGS,
+        version=__version__,
+        style=style("page"),
+        script=own,
+        script_digests=f"{digest(own.encode())} {digest(plotly)}",
+        payload=payload,
+        plotly=pack([plotly]),
+    )
 
 
 @dataclass
@@ -98,26 +84,18 @@ class _Reader(TraceReader):
 
     rows: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
 
-    def lines(self, compare: bool = False) -> Iterator[bytes]:
-        """Draws the tokens, and yields the lines; to compare, what is compared of the tokens."""
+    def lines(self) -> Iterator[bytes]:
+        """Draws the tokens, and yields the lines."""
         last: dict[int, dict[str, Any]] = {}  # each row's last token
         for raw, record in self:
-            is_token = record["type"] in ("token", "retracted")
-            if is_token:
+            if record["type"] in ("token", "retracted"):
                 row = record["row"]
                 self.rows.setdefault(row, []).append(draw(record, last.get(row)))
                 last[row] = record
-            if not compare:
-                yield raw
-            elif is_token:
-                kept = {k: v for k, v in record.items() if k not in _NOT_COMPARED}
-                if not record["text"]:  # the page names it by its own entry
-                    own = [one for one in record.get("top") or () if one[0] == record["token_id"]]
-                    kept["top"] = own
-                yield json.dumps(kept).encode() + b"\n"
+            yield raw
 
     def facts(self) -> dict[str, Any]:
-        """What the page states besides the tokens; after all lines have been read."""
+        """Facts of the run for the page, known after all lines have been read."""
         header, footer = self.header, self.footer
         parameters = header["sampler_parameters"]
         ends: dict[int, dict[str, Any]] = {row: {} for row in self.rows}
@@ -184,41 +162,6 @@ def _conditions(parameters: Mapping[str, Any], box: str, where: str) -> list[dic
         key = "name" if isinstance(bound, str) else "value"
         found.append({"quantity": quantity, "sign": sign, key: bound})
     return found
-
-
-def _render(readers: Sequence[_Reader], payloads: Sequence[str], *, compare: bool) -> str:
-    plotly, own = plotly_source(), script()
-    drawn = [token for reader in readers for row in reader.rows.values() for token in row]
-    return html_template("page.html").render(
-        compare=compare,
-        traces=[reader.facts() for reader in readers],
-        sides=_sides(readers, compare),
-        marks=marks(drawn),
-        meanings=MEANINGS,
-        version=__version__,
-        style=style("page"),
-        script=own,
-        script_digests=f"{digest(own.encode())} {digest(plotly)}",
-        payloads=payloads,
-        plotly=pack([plotly]),
-    )
-
-
-def _sides(readers: Sequence[_Reader], compare: bool) -> list[dict[str, Any]]:
-    """The texts of a page: every row of every trace."""
-    sides: list[dict[str, Any]] = []
-    for number, reader in enumerate(readers):
-        rows = reader.rows or ({0: []} if compare else {})
-        for row, drawn in rows.items():
-            round_, letter = divmod(len(sides), 26)
-            text = f", text {row + 1}" if len(rows) > 1 else ""
-            side = {
-                "name": chr(ord("A") + letter) + (str(round_ + 1) if round_ else ""),
-                "title": reader.header["sampler"] if compare else f"text {row + 1}",
-                "source": f"seed {reader.header.get('seed')}, {reader.path.name}{text}",
-            }
-            sides.append({**side, "trace": number, "row": row, "tokens": drawn})
-    return sides
 
 
 def pack(chunks: Iterable[bytes]) -> str:

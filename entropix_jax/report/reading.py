@@ -50,14 +50,6 @@ _ROW = {
     **dict.fromkeys(("text", "finish_reason?", "error?"), str),
 }
 _FOOTER = {"rows": [_ROW], "timings": {...: float}}
-_KINDS = {
-    int: "an integer",
-    float: "a number",
-    str: "text",
-    dict: "an object",
-    list: "a list",
-    bool: "true or false",
-}
 
 
 class Line(NamedTuple):
@@ -164,31 +156,12 @@ class TraceReader:
         self._farthest[row] = position + 1
         self._next[row] = expected if retracted else position + 1
 
-    def _check_shape(self, value: Any, shape: Any, place: str = "") -> None:
-        """Refuses a value, at a place in the line's object, that does not have its shape."""
-        kind = shape if isinstance(shape, type) else dict if isinstance(shape, dict) else list
-        if not _is_kind(value, kind):
-            self._refuse(f"'{place}' is not {_KINDS[kind]}")
-        if isinstance(shape, tuple):
-            if len(value) != len(shape):
-                self._refuse(f"'{place}' is not a list of {len(shape)}")
-            for i, (part, inner) in enumerate(zip(value, shape, strict=True)):
-                self._check_shape(part, inner, f"{place}[{i}]")
-        elif isinstance(shape, list):
-            (inner,) = shape
-            # Most of a trace with layers: thousands of plain numbers a line.
-            if not isinstance(inner, type) or not all(_is_kind(part, inner) for part in value):
-                for i, part in enumerate(value):
-                    self._check_shape(part, inner, f"{place}[{i}]")
-        elif isinstance(shape, dict):
-            shape = dict.fromkeys(value, shape[...]) if ... in shape else shape
-            for key, inner in shape.items():
-                name = key.removesuffix("?")
-                where = f"{place}.{name}" if place else name
-                if name in value and not (value[name] is None and name != key):
-                    self._check_shape(value[name], inner, where)
-                elif name == key:
-                    self._refuse(f"'{where}' is missing")
+    def _check_shape(self, record: dict[str, Any], shape: dict[str, Any]) -> None:
+        """Refuses an object that lacks a key, or has a value of another shape."""
+        for key, inner in shape.items():
+            name = key.removesuffix("?")
+            if not _has(record, key, inner):
+                self._refuse(f"'{name}' is {'malformed' if name in record else 'missing'}")
 
     def _refuse_number(self, name: str) -> NoReturn:
         self._refuse(f"{name} is not a number")
@@ -197,10 +170,27 @@ class TraceReader:
         raise UserError(f"{self.path}: line {self._number}: {problem}")
 
 
-def _is_kind(value: Any, kind: type) -> bool:
-    """Whether a JSON value has a type: true is not 1, and an overflowed number is not a number."""
-    if isinstance(value, bool):
-        return kind is bool
-    if kind is float and isinstance(value, float):
-        return not math.isinf(value)
-    return isinstance(value, int if kind is float else kind)
+def _has(record: dict[str, Any], key: str, shape: Any) -> bool:
+    """Whether an object has a value of this shape, or none under an optional key."""
+    value = record.get(key.removesuffix("?"))
+    return (value is None and key.endswith("?")) or _fits(value, shape)
+
+
+def _fits(value: Any, shape: Any) -> bool:
+    """Whether a JSON value has a shape: true is not 1, and an overflowed number is not a number."""
+    if isinstance(shape, dict):
+        if not isinstance(value, dict):
+            return False
+        if ... in shape:
+            return all(_fits(one, shape[...]) for one in value.values())
+        return all(_has(value, key, inner) for key, inner in shape.items())
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(_fits(one, shape[0]) for one in value)
+    if isinstance(shape, tuple):
+        same = isinstance(value, list) and len(value) == len(shape)
+        return same and all(map(_fits, value, shape))
+    if isinstance(value, bool) or shape is bool:
+        return isinstance(value, bool) and shape is bool
+    if shape is float:
+        return isinstance(value, int | float) and abs(value) < math.inf
+    return isinstance(value, shape)

@@ -4,9 +4,8 @@ A `calibration.json` holds one table for each quantity of `TABLES`: its percenti
 """
 
 import json
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -42,14 +41,17 @@ class Calibration:
         source: a description of the measured text.
         tokens: the number of measured tokens.
         model: the shape of the measured model, see `check_model`; empty for the generic table.
-        generic: whether the tables belong to no model.
     """
 
     quantiles: Mapping[str, np.ndarray]
     source: str
     tokens: int
     model: Mapping[str, int]
-    generic: bool = False
+
+    @property
+    def generic(self) -> bool:
+        """Whether the tables belong to no model."""
+        return not self.model
 
     @classmethod
     def from_values(
@@ -82,23 +84,16 @@ class Calibration:
         }
 
     def to_text(self) -> str:
-        """Returns the text of a calibration file: JSON with ten numbers to a line."""
-        content = self.to_json()
-        tables = content.pop("quantiles")
-        head = json.dumps(content, indent=2, ensure_ascii=False).removesuffix("\n}")
-        blocks = []
-        for name, table in tables.items():
-            rows = [", ".join(map(repr, table[i : i + 10])) for i in range(0, len(table), 10)]
-            blocks.append(f'    "{name}": [\n      ' + ",\n      ".join(rows) + "\n    ]")
-        return head + ',\n  "quantiles": {\n' + ",\n".join(blocks) + "\n  }\n}\n"
+        """Returns the text of a calibration file: JSON with one line for each table."""
+        text = json.dumps(self.to_json(), indent=2, ensure_ascii=False)
+        return re.sub(r",\s+(?=\d)", ", ", text) + "\n"
 
     def check_model(self, model: Mapping[str, int], where: str, renew: str) -> None:
         """Refuses (UserError) tables that were measured on a model of another shape."""
         if self.model != dict(model):
-            own, other = (_describe(shape) for shape in (self.model, model))
-            raise UserError(
-                f"{where}: measured on a model with {own}, this one has {other}: run {renew}"
-            )
+            own, other = (", ".join(f"{k} {v}" for k, v in m.items()) for m in (self.model, model))
+            measured = f"measured on a model with {own or 'unknown shape'}"
+            raise UserError(f"{where}: {measured}, this one has {other}: run {renew}")
 
 
 def read_calibration(path: Path, renew: str = "entropix-jax calibrate") -> Calibration:
@@ -130,18 +125,11 @@ def read_calibration(path: Path, renew: str = "entropix-jax calibrate") -> Calib
 @cache
 def generic_calibration() -> Calibration:
     """Returns the tables for models that have none of their own."""
-    own = read_calibration(resource_folder("weights") / "generic" / "calibration.json")
-    return Calibration(own.quantiles, own.source, own.tokens, {}, generic=True)
+    return read_calibration(resource_folder("weights") / "generic" / "calibration.json")
 
 
 def _is_table(table: Any) -> bool:
     if not isinstance(table, list) or len(table) != len(PERCENTS):
         return False
-    if not all(isinstance(x, int | float) and not isinstance(x, bool) for x in table):
-        return False
-    finite = all(math.isfinite(x) and 0 <= x <= LARGEST for x in table)
-    return finite and table == sorted(table)
-
-
-def _describe(shape: Mapping[str, int] | Sequence[Any]) -> str:
-    return ", ".join(f"{name} {number}" for name, number in dict(shape).items()) or "unknown shape"
+    numbers = all(type(x) in (int, float) and 0 <= x <= LARGEST for x in table)
+    return numbers and table == sorted(table)

@@ -1,16 +1,65 @@
-"""The draw that all arms share: the inverse of the cumulative distribution, in the order of ids.
+"""Random numbers by purpose, and the draw that all arms share.
 
-Filters decide which tokens may be drawn, and how likely each is (`sampler.filters`). The draw needs
-neither a sort nor noise: it sums the masses into a tree and descends it for each uniform number u,
-to the first token whose cumulative mass exceeds u times the total.
+A random number is a function of the run's seed, the row's id, the position, the attempt at that
+position, the stream and the index in it, and of nothing else: not of the slot, the batch, the
+device or the other rows.
+
+Filters decide which tokens may be drawn and how likely each is (`sampler.filters`). The draw is the
+inverse of the cumulative distribution, in the order of ids, so it needs neither a sort nor noise.
+It sums the masses into a tree and descends it for each uniform number u, to the first token whose
+cumulative mass exceeds u times the total.
 """
+
+import hashlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from entropix_jax.sampler.prefix import cumulate
+from entropix_jax.sampler.context import Context
+from entropix_jax.sampler.filters import cumulate
+from entropix_jax.sampler.settings import MAX_DRAWS
 
 _FAN = 16  # children of a node
+STREAM_DRAW, STREAM_CANDIDATE, STREAM_ROLLOUT, STREAM_NOISE, STREAM_XTC = range(5)
+
+
+def row_key(seed: int, row_id: str) -> np.ndarray:
+    """The key of a row: uint32 [2], the first half of SHA-256 over the seed and the row's id.
+
+    Stable across runs, machines and versions.
+    """
+    digest = hashlib.sha256(f"{seed}:{row_id}".encode()).digest()
+    return np.frombuffer(digest[:8], dtype=">u4").astype(np.uint32)
+
+
+def uniforms(
+    key: jax.Array, position: jax.Array, attempt: jax.Array, stream: jax.Array, number: int
+) -> jax.Array:
+    """Uniform numbers in [0, 1) with 24 random bits, float32 [number].
+
+    The bits are those of the key after the last `fold_in`, so no setting of JAX's generators
+    changes them.
+
+    `key` is uint32 [2]; `position`, `attempt` and `stream` are int32.
+    """
+    folded = jax.random.wrap_key_data(key, impl="threefry2x32")
+    for part in (position, attempt, stream):
+        folded = jax.random.fold_in(folded, part)
+    indices = jnp.arange(number, dtype=jnp.int32)
+    named = jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(folded, i)))(indices)
+    return (named[:, 0] >> 8).astype(jnp.float32) * 2.0**-24
+
+
+def numbers_of_candidates(ctx: Context) -> jax.Array:
+    """Returns the uniform numbers that one row's candidates are drawn with: float32 [MAX_DRAWS].
+
+    Branches share their row's key, so each takes the number at its own index.
+    """
+    stream = jnp.where(ctx.proposal.num_candidates > 1, STREAM_CANDIDATE, STREAM_DRAW)
+    stream = jnp.where(ctx.branch >= 0, STREAM_ROLLOUT, stream)
+    numbers = uniforms(ctx.key, ctx.length, ctx.attempt, stream, MAX_DRAWS)
+    return jnp.where(ctx.branch >= 0, numbers[jnp.maximum(ctx.branch, 0)], numbers)
 
 
 def draw_tokens(logits: jax.Array, uniforms: jax.Array) -> jax.Array:

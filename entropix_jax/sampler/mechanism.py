@@ -1,58 +1,59 @@
 """A mechanism: a part of a sampler, from its settings to what it does to the row.
 
-Most are arms: a regime is served by one, which turns one row's metrics into a proposal. Arms are
-branches of a `lax.switch`, and under `vmap` every branch runs for every row: an arm computes a few
-scalars only. What is more than a draw happens in `apply`, once for all rows, under a `lax.cond`
-where it is expensive. `docs/adding-an-arm.md` walks through an example.
+It has up to three kinds of functions, of one row's `Context` each (`sampler.context`): an arm,
+which a regime may be served by, filters of the logits, and a control, which may act in place of the
+drawn token. Arms are branches of a `lax.switch`, and under `vmap` every branch runs for every row:
+an arm computes a few scalars only. `docs/adding-an-arm.md` walks through an example.
 
-Others filter the logits, or act in place of a drawn token. They are compiled only where a row uses
-them (`SamplerSettings.used`); filters run only in steps in which one does.
+A mechanism that no row uses is not compiled (`Parts.used`). Filters run only in steps in which a
+row uses them.
 """
 
+import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
 
+from entropix_jax.errors import UserError
 from entropix_jax.sampler.context import Arm, Context, Filter
+from entropix_jax.sampler.control import Control, Verdict
 from entropix_jax.sampler.settings import SamplerSettings
-from entropix_jax.sampler.state import DrawnToken, Observation, Rows, SamplerState, Step, Tally
+from entropix_jax.sampler.state import DrawnToken, Proposal
 
 # Returns the mechanism's part of one row's state after a token that was drawn.
-Lesson = Callable[[DrawnToken, Context], Any]
+Learn = Callable[[DrawnToken, Context], Any]
 
 
 @dataclass(frozen=True, repr=False)
 class Mechanism:
-    """An arm, a filter or what replaces drawn tokens, and everything that belongs to it. All parts
-    but the name are optional.
+    """An arm, a filter or a control, and everything that belongs to it. All parts but the name are
+    optional.
 
-    Its settings stand in `SamplerSettings.own[name]`, its part of the row's state in
-    `Tally.own[name]`. Immutable and hashable: it is a static part of the compiled step.
+    Its settings are in `SamplerSettings.own[name]`, its part of the row's state in
+    `Context.states[name]`. Immutable and hashable: it is a static part of the compiled step.
     """
 
     name: str  # in `arms.<regime>`, of its section of a sampler's file, and of its action
     propose: Arm | None = None
     # A flax dataclass whose fields are `number`, `flag` or `texts` of `sampler.settings`.
     settings: type | None = None
-    # Its part of a new row's state: a flax dataclass of scalars.
+    # Its part of a new row's state: a scalar, or a flax dataclass of scalars.
     init: Callable[[], Any] | None = None
-    # Whether each row may take the action now: bool [B]. None: always.
-    may: Callable[[SamplerSettings, SamplerState, Rows], jax.Array] | None = None
-    # Whether it acts in place of each row's drawn token, int32 [B]: bool [B]. The token stands in
-    # the history, at the row's length. Where it is False, a row whose arm proposed it draws.
-    replaces: Callable[[SamplerSettings, Step, jax.Array], jax.Array] | None = None
-    # How many of each row's last tokens it may still take back: int32 [B].
-    holds: Callable[[SamplerSettings, SamplerState, Rows], jax.Array] | None = None
-    # Carries out the action in the rows of a bool [B].
-    apply: Callable[[jax.Array, Step, SamplerSettings], Step] | None = None
-    # Its state after one more committed token, from the tally before it.
-    advance: Callable[[SamplerSettings, Tally, Observation], Any] | None = None
+    # Whether the row may take the action now: a bool. None: always.
+    may: Callable[[Context], jax.Array] | None = None
+    # A confidence score to record with each token: float32.
+    confidence: Callable[[Context], jax.Array] | None = None
+    # The control, given the row's drawn token. That of an arm runs only in rows with its action;
+    # if it returns COMMIT, the action becomes `sample`.
+    control: Control | None = None
+    # How many of the row's last tokens it may still take back: int32.
+    holds: Callable[[Context], jax.Array] | None = None
+    # Its part of the state after one more committed token, from that before it.
+    advance: Callable[[Context], Any] | None = None
     # Fields of its state that a row keeps when it goes back: what counts towards budgets.
     keep: tuple[str, ...] = ()
-    # Whether its arm depends on the regimes even where it serves them all.
-    follows_regimes: bool = False
     # Filters of a row's logits, see `sampler.filters`: before the temperature, the truncation rule
     # that `truncation.rule` may name, and after the rule.
     logits: Filter | None = None
@@ -61,7 +62,66 @@ class Mechanism:
     # Whether it does anything under one row's settings: a bool. None: always.
     active: Callable[[SamplerSettings], Any] | None = None
     # Its state after a token was drawn.
-    learn: Lesson | None = None
+    learn: Learn | None = None
 
     def __repr__(self) -> str:
         return f"<Mechanism {self.name}>"
+
+    def guarded(self) -> "Mechanism":
+        """Returns the mechanism with each function of the user's as a `UserFunction`. Those of this
+        package stay as they are: an error in one is a defect."""
+        parts: dict[str, Any] = {}
+        for field in fields(self):
+            part, what = getattr(self, field.name), f"mechanism '{self.name}': `{field.name}`"
+            package = str(getattr(part, "__module__", None)).partition(".")[0]
+            if callable(part) and not isinstance(part, type) and package != _HERE:
+                parts[field.name] = UserFunction(part, what, _RETURNS.get(field.name, object))
+        return replace(self, **parts)
+
+
+_HERE = __name__.partition(".")[0]
+_RETURNS: dict[str, type] = {"propose": Proposal, "control": Verdict}
+_RETURNS |= dict.fromkeys(("logits", "rule", "reweigh"), jax.Array)
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """A user's function, as a part of a mechanism: an error in it is one line that says where.
+    Equal to another one of the same function."""
+
+    function: Callable[..., Any]
+    what: str  # in errors
+    returns: type = object
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Calls the function. UserError if that fails, or returns no `returns`; of a filter, if the
+        array's shape and type are not those of its logits."""
+        try:
+            made = self.function(*arguments)
+        except UserError:
+            raise
+        except Exception as error:
+            reason = next(iter(str(error).splitlines()), "")
+            told = f"{type(error).__name__}: {reason}{self._place(error)}"
+            raise UserError(f"{self.what}: {told}") from error
+        wanted, found = self.returns.__name__, type(made).__name__
+        fits = isinstance(made, self.returns)
+        if self.returns is jax.Array:
+            wanted = _describe(arguments[0])
+            found = _describe(made) if hasattr(made, "dtype") else found
+            fits = wanted == found
+        if not fits:
+            raise UserError(f"{self.what} must return {wanted}, not {found}")
+        return made
+
+    def _place(self, error: Exception) -> str:
+        """Returns the last line of the function's file on the way to the error; "" if there is
+        none."""
+        file = getattr(getattr(self.function, "__code__", None), "co_filename", None)
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+        return f" ({file}, line {frames[-1].lineno})" if frames else ""
+
+
+def _describe(row: Any) -> str:
+    """Returns the type and shape of a filter's logits, of one row."""
+    return f"{row.dtype} {list(row.shape)}"

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from entropix_jax.sampler.top import top
-from entropix_jax.stats import AttnStats, entropy_and_varentropy, sum_last
+from entropix_jax.sampler.settings import MAX_LIKELIEST
+from entropix_jax.stats import AttnStats, entropy_and_varentropy, sum_last, top
 
-MOST_LIKELIEST = 20  # tokens that a token confidence is over, at most
 _SMALLEST = -1e30  # nats; of logits that are 1e38 apart, too, the sums are finite
 
 
@@ -82,16 +81,26 @@ def measure_confidence(log_probs: jax.Array, number: jax.Array) -> tuple[jax.Arr
     """Token confidence and self-certainty of each row's `log_probs[B, V]` (nats, no noise floor):
     two float32 [B], nats. Both are higher the surer the model is.
 
-    Token confidence is `-mean(ln p)` of the `number[B]` likeliest tokens, of all where there are
-    fewer (Fu et al. 2025, "Deep Think with Confidence"); self-certainty is `-mean(ln(V p))` of all,
-    the divergence of p from the uniform distribution (Kang et al. 2025, "Scalable Best-of-N
+    Token confidence is `-mean(ln p)` of the `number[B]` most likely tokens, or of all if there
+    are fewer (Fu et al. 2025, "Deep Think with Confidence"). Self-certainty is `-mean(ln(V p))` of
+    all, the divergence of p from the uniform distribution (Kang et al. 2025, "Scalable Best-of-N
     Selection for Large Language Models via Self-Certainty").
     """
     vocab = log_probs.shape[-1]
-    size = min(MOST_LIKELIEST, vocab)
+    size = min(MAX_LIKELIEST, vocab)
     log_probs = jnp.maximum(log_probs, _SMALLEST)
     first, _ = top(log_probs, size)
     number = jnp.minimum(number, size)
     counts = jnp.arange(size, dtype=jnp.int32)[None, :] < number[:, None]
     confidence = -jnp.sum(jnp.where(counts, first, 0.0), axis=-1) / number.astype(jnp.float32)
     return confidence, -sum_last(log_probs) / vocab - math.log(vocab)
+
+
+def spread(moments: jax.Array, value: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the moments of `count` values, int32, from those of all but the last, and their
+    variance. Moments are the mean and the summed squared deviation (Welford), float32 [2]."""
+    mean, squares = moments
+    deviation, number = value - mean, count.astype(jnp.float32)
+    mean += deviation / number
+    squares += deviation * (value - mean)
+    return jnp.stack([mean, squares]), squares / number

@@ -8,6 +8,7 @@ import importlib
 import os
 import sys
 import warnings
+from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,10 @@ from typing import Any
 from entropix_jax.errors import Note, UserError, nearest
 from entropix_jax.host.files import parse_toml, read_toml
 from entropix_jax.host.resources import resource_folder
+from entropix_jax.sampler.keys import check_values, check_whole
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms import MECHANISMS
-from entropix_jax.sampler.own import unguard
-from entropix_jax.sampler.sampler import Sampler, check_key, check_values, check_whole, required
+from entropix_jax.sampler.sampler import Sampler
 
 # Former names, accepted until 0.2.
 _ALIASES = {"quadrants": "entropix"}
@@ -36,21 +37,13 @@ def load_sampler(name_or_path: str, mechanisms: Iterable[Mechanism] = ()) -> Sam
         sampler = sampler.with_mechanism(mechanism)
     files = lineage(name_or_path)
     path = next(iter(files))
-    values = dict(sampler.file_values)
-    for own in reversed(files.values()):
-        values |= own
+    values = dict(ChainMap(*files.values()))
     description = values.pop("description", "")
     if not isinstance(description, str):
         raise UserError(f"{path}: 'description' must be text, not {description!r}")
-    for key in values:
-        check_key(key, str(path), sampler.mechanisms)
-    if missing := sorted(required(sampler.mechanisms) - set(values)):
-        are = "is" if len(missing) == 1 else f"and {len(missing) - 1} more are"
-        raise UserError(
-            f"{path}: '{missing[0]}' {are} missing: extend a preset, extends = \"entropix\""
-        )
     check_values(values, str(path), sampler.mechanisms)
-    check_whole(values, str(path))
+    hint = ': extend a preset, extends = "entropix"'
+    check_whole(values, str(path), sampler.mechanisms, hint)
     return replace(sampler, name=path.stem, description=description, file_values=values)
 
 
@@ -59,14 +52,11 @@ def import_mechanisms(module: str) -> tuple[Mechanism, ...]:
     fails, or has no such list."""
     try:
         found = getattr(importlib.import_module(module), "MECHANISMS", None)
-    except ModuleNotFoundError as error:
-        # The missing module may also be one that this module imports.
-        if not error.name or not f"{module}.".startswith(f"{error.name}."):
-            raise UserError(f"{module}: cannot be imported: {error}") from None
-        raise UserError(
-            f"no module '{module}': give its name, without .py, and its folder by PYTHONPATH=FOLDER"
-        ) from None
     except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module}.".startswith(f"{missing}."):  # not one that it imports
+            told = "give its name, without .py, and its folder by PYTHONPATH=FOLDER"
+            raise UserError(f"no module '{module}': {told}") from None
         raise UserError(f"{module}: cannot be imported: {type(error).__name__}: {error}") from None
     if not isinstance(found, list | tuple) or not all(isinstance(m, Mechanism) for m in found):
         raise UserError(f"{module}: has no MECHANISMS, a list of `sampler.mechanism.Mechanism`")
@@ -100,7 +90,7 @@ def code_identity(mechanisms: Sequence[Mechanism]) -> dict[str, str]:
     """What tells a run that is continued whether the user's own mechanisms are still the same: a
     hash of their source files, if there are any."""
     own = mechanisms[len(MECHANISMS) :]
-    parts = [unguard(part) for m in own for part in vars(m).values()]
+    parts = [getattr(part, "function", part) for m in own for part in vars(m).values()]
     modules = {getattr(part, "__module__", None) for part in parts}
     files = {getattr(sys.modules.get(str(name)), "__file__", None) for name in modules}
     code = b"".join(Path(file).read_bytes() for file in sorted(filter(None, files)))
@@ -154,8 +144,6 @@ def _find(name_or_path: str) -> Path:
 def _flatten(raw: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in raw.items():
-        if isinstance(value, dict):
-            flat.update(_flatten(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value
+        here = prefix + key
+        flat |= _flatten(value, f"{here}.") if isinstance(value, dict) else {here: value}
     return flat

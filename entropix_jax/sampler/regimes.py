@@ -1,14 +1,12 @@
 """The regime of a step: four open boxes over five quantities, and the loop guard."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
 from entropix_jax.names import BOXES, QUANTITIES, REGIMES
-from entropix_jax.sampler.history import same_as_before
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.settings import LOOP_WINDOW, MAX_PERIOD, LoopSettings, SamplerSettings
+from entropix_jax.sampler.state import same_as_before
 
 LELV, HELV, LEHV, HEHV, MID = range(len(REGIMES))
 MOST_DRIFT = 5.0  # of the logarithm of a threshold: a factor of 148
@@ -18,27 +16,29 @@ def classify(
     metrics: Metrics,
     settings: SamplerSettings,
     sequence_varentropy: jax.Array | float = 0.0,
-    drift: jax.Array | float = 0.0,
+    thresholds: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the regime of one row, int32: the first of LELV, HELV, LEHV, HEHV whose open box
     holds the point, else MID. NaN is in no box.
 
     Args:
         sequence_varentropy: of the row's tokens (bits^2), including the next one's entropy.
-        drift: float32 [4], see `current_thresholds`.
+        thresholds: float32 [4], see `thresholds_of`; None: as configured.
     """
-    thresholds = current_thresholds(settings, drift)
-    low = _with_thresholds(settings.low, settings.low_thresholds, thresholds, jnp.maximum, -jnp.inf)
-    high = _with_thresholds(
-        settings.high, settings.high_thresholds, thresholds, jnp.minimum, jnp.inf
-    )
+    if thresholds is None:
+        thresholds = thresholds_of(settings)
     values = {**vars(metrics), "sequence_varentropy": sequence_varentropy}
-    point = jnp.stack([values[quantity] for quantity in QUANTITIES])[None, :]
-    inside = jnp.all((low < point) & (point < high), axis=-1)  # [4]
+    point = jnp.stack([values[quantity] for quantity in QUANTITIES])
+    given = settings.conditions
+    value = jnp.take(point, given.quantity, mode="clip")
+    named = jnp.take(thresholds, given.threshold, mode="clip")
+    bound = jnp.where(given.threshold < 0, given.bound, named)
+    holds = jnp.where(given.above, value > bound, value < bound) | (given.quantity < 0)
+    inside = jnp.all(holds, axis=-1) & jnp.all(jnp.isfinite(point))  # [4]
     return jnp.where(jnp.any(inside), jnp.argmax(inside), len(BOXES)).astype(jnp.int32)
 
 
-def current_thresholds(settings: SamplerSettings, drift: jax.Array | float) -> jax.Array:
+def thresholds_of(settings: SamplerSettings, drift: jax.Array | float = 0.0) -> jax.Array:
     """Returns one row's h1, h2 (bits), u1, u2 (bits^2): float32 [4].
 
     `drift`, float32 [4], is the log ratio of each current threshold to its configured value. h2 is
@@ -56,24 +56,12 @@ def update_drift(metrics: Metrics, settings: SamplerSettings, drift: jax.Array) 
     one rate serves bits and bits^2: a threshold rises by a factor of exp(rate * q) where the
     token's value is above it, and falls by exp(rate * (1 - q)) where it is below.
     """
-    own = settings.thresholds
+    thresholds = settings.thresholds
     values = jnp.stack([metrics.entropy] * 2 + [metrics.varentropy] * 2)
-    below = (values < own.values * jnp.exp(drift)).astype(jnp.float32)
-    moves = own.dynamic & (own.quantiles >= 0)
-    moved = drift + jnp.where(moves, own.rate * (own.quantiles - below), 0.0)
+    below = (values < thresholds.values * jnp.exp(drift)).astype(jnp.float32)
+    moves = thresholds.dynamic & (thresholds.quantiles >= 0)
+    moved = drift + jnp.where(moves, thresholds.rate * (thresholds.quantiles - below), 0.0)
     return jnp.clip(moved, -MOST_DRIFT, MOST_DRIFT)
-
-
-def _with_thresholds(
-    bounds: jax.Array,
-    indices: jax.Array,
-    thresholds: jax.Array,
-    tighter: Callable[[jax.Array, jax.Array], jax.Array],
-    unbounded: float,
-) -> jax.Array:
-    """Combines numeric bounds, float32 [4, 5], with the thresholds that also bound."""
-    named = jnp.take(thresholds, jnp.maximum(indices, 0))
-    return tighter(bounds, jnp.where(indices >= 0, named, unbounded))
 
 
 def count_rounds(
@@ -103,3 +91,9 @@ def count_rounds(
     looping = (periods <= settings.max_period) & (settings.repeats >= 2)
     rounds = jnp.where(looping, copies - settings.repeats + 1, 0)
     return jnp.maximum(jnp.max(rounds), 0)
+
+
+def heated(temperature: jax.Array, rounds: jax.Array, settings: LoopSettings) -> jax.Array:
+    """Returns the temperature of one row's arm, which each further round of a loop raises."""
+    heat = 1.0 + settings.heating * (rounds - 1).astype(jnp.float32)
+    return jnp.where(rounds > 0, jnp.minimum(temperature * heat, settings.hottest), temperature)

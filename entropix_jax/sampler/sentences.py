@@ -7,7 +7,8 @@ block does.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +78,22 @@ def flag_tokens(texts: Iterable[str], marks: Sequence[str]) -> np.ndarray:
     return flags
 
 
+def are_marks(value: Any) -> bool:
+    """Whether a value is a list of characters that end a sentence, or one of them as a text."""
+    marks = [value] if isinstance(value, str) else value
+    return isinstance(marks, list) and all(isinstance(m, str) and len(m) <= 1 for m in marks)
+
+
+def sentence_flags(
+    value: str | list[str], token_texts: Callable[[], Sequence[str]], vocab_size: int
+) -> SentenceFlags:
+    """Returns the flags of all tokens for marks that end a sentence, see `are_marks`."""
+    marks = [mark for mark in ([value] if isinstance(value, str) else value) if mark]
+    flags: Any = flag_tokens(token_texts(), marks) if marks else np.zeros(0, np.uint8)
+    flags = np.pad(flags, (0, vocab_size - flags.size))
+    return SentenceFlags(given=np.asarray(bool(marks)), of_token=flags)  # type: ignore[arg-type]
+
+
 def sentence_ended(flags: SentenceFlags, history: jax.Array, length: jax.Array) -> jax.Array:
     """Returns whether one row's text ends a sentence, if a new word comes next: bool.
 
@@ -93,23 +110,23 @@ def sentence_ended(flags: SentenceFlags, history: jax.Array, length: jax.Array) 
     back = length - 1 - jnp.arange(LOOK_BACK, dtype=jnp.int32)
     latest = jnp.take(flags.of_token, jnp.take(history, back, mode="clip"), mode="clip")
     latest = jnp.where(back >= 0, latest, BREAK)  # before the text: a line start
-    marked = in_word = is_long = complete = failed = jnp.bool_(False)
-    pieces, abbreviation = jnp.int32(0), jnp.bool_(False)
-    for i in range(LOOK_BACK):
-        has = {flag: (latest[i] & flag) > 0 for flag in (SPACE, WORD, LONG, MARK, BREAK, QUOTE)}
-        open_ = ~(complete | failed)
-        piece = open_ & has[WORD] & (marked | in_word)
-        boundary = open_ & in_word & ~has[WORD]
-        complete |= boundary & (has[BREAK] | (has[QUOTE] & ~has[MARK]))
-        failed |= boundary & ~complete
-        failed |= open_ & ~in_word & ~piece & ~(has[MARK] | has[BREAK] | has[QUOTE])
-        marked |= open_ & (has[MARK] | has[BREAK])
-        in_word |= piece
-        pieces += piece.astype(jnp.int32)
-        is_long |= piece & has[LONG]
-        abbreviation |= piece & ((latest[i] & ABBREVIATION) > 0)
-        complete |= piece & has[SPACE]
-    whole = complete & ~failed & (is_long | (pieces > 1)) & ~(abbreviation & (pieces == 1))
+    space, word, long_, abbreviation, mark, break_, quote = (
+        (latest & flag) > 0 for flag in (SPACE, WORD, LONG, ABBREVIATION, MARK, BREAK, QUOTE)
+    )
+    ago = jnp.arange(LOOK_BACK, dtype=jnp.int32)
+
+    def first(found: jax.Array) -> jax.Array:
+        """Returns the first place where a bool [LOOK_BACK] holds, LOOK_BACK if none does."""
+        return jnp.min(jnp.where(found, ago, LOOK_BACK))
+
+    start = first(word & (ago > first(mark | break_)))
+    end = first((ago >= start) & (~word | space))
+    # The word's first piece has the white space, or a line start or a quote stands before it.
+    begins = (ago == end) & (word | break_ | (quote & ~mark))
+    found = jnp.any(begins) & jnp.all((ago >= start) | mark | break_ | quote)
+    piece = (ago >= start) & (ago <= end) & word
+    single = jnp.sum(piece, dtype=jnp.int32) == 1
+    whole = found & (jnp.any(piece & long_) | ~single) & ~(jnp.any(piece & abbreviation) & single)
     ended: jax.Array = ~flags.given | (whole & ~within_code)
     return ended
 

@@ -5,7 +5,8 @@ has a leading row axis, so the rows of a batch may be sampled in different ways.
 stated here once, for sampler files and the command line alike.
 """
 
-from dataclasses import field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -16,13 +17,21 @@ from entropix_jax.names import LARGEST
 MAX_DRAWS = 16  # candidates of one step
 MAX_BANS = 16  # tokens that are never drawn
 MAX_BIASES = 64  # tokens with a logit bias
+MAX_CONDITIONS = 16  # conditions of a regime
 MAX_PERIOD = 32  # longest period that the loop guard looks for
+MAX_WIDTH = 10  # W, branches of a fork
+MAX_DEPTH = 64  # tokens of a branch
+MAX_LIKELIEST = 20  # tokens that a token confidence is over
 LOOP_WINDOW = 256  # tokens that the loop guard looks back
+
+
+# Returns the text of each token.
+TokenTexts = Callable[[], Sequence[str]]
 
 
 def number(low: float, high: float, *, integer: bool = False, default: float | None = None) -> Any:
     """A scalar setting and its range, both ends included. `default` is its value where no sampler
-    file has it, as for a mechanism of the user's."""
+    file has it, as for a mechanism of the user's, or an older file."""
     kind = int if integer else float
     return field(metadata={"low": low, "high": high, "type": kind, "default": default})
 
@@ -32,16 +41,28 @@ def flag(default: bool | None = None) -> Any:
     return field(metadata={"low": False, "high": True, "type": bool, "default": default})
 
 
-def marks(default: str | list[str] | None = None) -> Any:
-    """A setting that is a list of characters that end a sentence: traced as
-    `sentences.SentenceFlags`."""
-    return field(metadata={"marks": True, "default": default})
+def of_tokens(
+    fits: Callable[[Any], bool],
+    told: str,
+    make: Callable[[Any, TokenTexts, int], Any],
+    default: str | list[str] | None = None,
+) -> Any:
+    """A setting that becomes arrays over the vocabulary: `make(value, token_texts, vocab_size)`.
+    `fits` tests a value, and `told` says in an error what it must be."""
+    return field(metadata={"rule": (fits, told), "make": make, "default": default})
 
 
 def texts(most: int, longest: int, default: str | list[str] | None = None) -> Any:
     """A setting that is a text, or a list of up to `most` texts, of `longest` tokens each: traced
     as int32 [most, longest], padded with -1, without the empty ones."""
     return field(metadata={"most": most, "longest": longest, "default": default})
+
+
+def section(**settings: Any) -> type:
+    """Returns a flax dataclass of settings, for a mechanism whose formulas explain them."""
+    annotations = dict.fromkeys(settings, jax.Array)
+    made: type = struct.dataclass(type("Section", (), {**settings, "__annotations__": annotations}))
+    return made
 
 
 COEFFICIENT = (-100.0, 100.0)
@@ -67,8 +88,8 @@ class ThresholdSettings:
     """h1, h2 (bits), u1, u2 (bits^2). With `dynamic` each follows a quantile of the row's own
     tokens, at a `rate` per token; see `regimes.update_drift`."""
 
-    dynamic: jax.Array = flag()
-    rate: jax.Array = number(0.0, 1.0)
+    dynamic: jax.Array = flag(False)
+    rate: jax.Array = number(0.0, 1.0, default=0.02)
     values: jax.Array = field(default=None)  # type: ignore[assignment]  # float32 [4]
     # float32 [4], in [0, 1]: the quantile that each follows. -1: the threshold is fixed.
     quantiles: jax.Array = field(default=None)  # type: ignore[assignment]
@@ -85,18 +106,34 @@ class LoopSettings:
     repeats: jax.Array = number(0, LOOP_WINDOW, integer=True)
     similarity: jax.Array = number(0.5, 1.0)
     heating: jax.Array = number(0.0, 100.0)
-    hottest: jax.Array = number(0.0, LARGEST)
+    hottest: jax.Array = number(0.0, LARGEST, default=LARGEST)
+
+
+@struct.dataclass
+class ConfidenceSettings:
+    """Number of tokens that token confidence averages over (`metrics.measure_confidence`), and the
+    group size and threshold of the mechanism `confidence`."""
+
+    likeliest: jax.Array = number(2, MAX_LIKELIEST, integer=True)  # k, tokens of a distribution
+    window: jax.Array = number(1, 2**31 - 1, integer=True)  # tokens of a group
+    threshold: jax.Array = number(0.0, 1e6)  # nats; 0: no row ends
+
+
+@struct.dataclass
+class ConditionSettings:
+    """The conditions of BOXES, `quantity > bound` or `quantity < bound`: [4, MAX_CONDITIONS]."""
+
+    quantity: jax.Array  # int32, index into QUANTITIES; -1: no condition
+    above: jax.Array  # bool, whether the quantity must be above the bound, not below it
+    bound: jax.Array  # float32
+    threshold: jax.Array  # int32, index into THRESHOLDS, the one that is the bound; -1: `bound` is
 
 
 @struct.dataclass
 class SamplerSettings:
     """A whole sampler, for one row; with a leading axis on every leaf, for each row of a batch."""
 
-    # Bounds of BOXES: open numbers, and indices into THRESHOLDS whose values also bound (-1: none).
-    low: jax.Array  # float32 [4 boxes, 5 quantities]
-    high: jax.Array  # float32 [4, 5]
-    low_thresholds: jax.Array  # int32 [4, 5]
-    high_thresholds: jax.Array  # int32 [4, 5]
+    conditions: ConditionSettings
     arms: jax.Array  # int32 [6], index into `mechanisms`, the arms of the regimes and of a loop
     rule: jax.Array  # int32, index into `mechanisms`, the truncation rule
     layer_weights: jax.Array  # float32 [L], weights of the mean over layers
@@ -108,23 +145,44 @@ class SamplerSettings:
     bans: jax.Array  # int32 [MAX_BANS], tokens that are never drawn; -1: none
     biased: jax.Array  # int32 [MAX_BIASES], tokens with a bias; -1: none
     biases: jax.Array  # float32 [MAX_BIASES], what is added to their logits; 0: none
+    # int32 [MAX_BANS + MAX_BIASES], tokens that no text may hold: bans, and biases of -100, which
+    # ban as in the API; -1: none
+    unwritable: jax.Array
     thresholds: ThresholdSettings
     base: BaseSettings
     loop: LoopSettings
+    confidence: ConfidenceSettings
     own: dict[str, Any]  # the settings of each mechanism that has any, by its name
-    # Static, `Mechanism`s: part of the compiled step. Arms, rules and actions are indices into it.
-    mechanisms: tuple[Any, ...] = struct.field(pytree_node=False)
-    # Static, what the compiled step contains beside the arms, by name.
-    used: frozenset[str] = struct.field(pytree_node=False)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The static parts of a compiled sampler step. Arms, rules and actions are indices into
+    `mechanisms`. The step contains the `used` ones, by name."""
+
+    mechanisms: tuple[Any, ...]
+    used: frozenset[str] = frozenset()
 
     def action(self, name: str) -> int:
-        """The index of the mechanism of that name, and so of its action. ValueError if the
-        sampler has none of that name."""
+        """The index of the mechanism of that name, and so of its action. ValueError if there is
+        none of that name."""
         return [mechanism.name for mechanism in self.mechanisms].index(name)
+
+    @property
+    def acts(self) -> bool:
+        """Whether a row may do anything but commit its token: there is a control."""
+        return any(True for _ in self.having("control"))
+
+    def having(self, part: str) -> Iterator[tuple[int, Any]]:
+        """The mechanisms of the step that have this part, with their indices."""
+        for index, mechanism in enumerate(self.mechanisms):
+            if mechanism.name in self.used and getattr(mechanism, part) is not None:
+                yield index, mechanism
 
 
 SHARED_SECTIONS: dict[str, type] = {
     "thresholds": ThresholdSettings,
     "base": BaseSettings,
     "loop": LoopSettings,
+    "confidence": ConfidenceSettings,
 }

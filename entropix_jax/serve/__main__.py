@@ -1,6 +1,5 @@
-"""`python -m entropix_jax.serve`: a server with the OpenAI API."""
+"""`python -m entropix_jax.serve`, the same as `entropix-jax serve`."""
 
 from entropix_jax.__main__ import run_module
 
-if __name__ == "__main__":
-    run_module("serve")
+run_module("serve")

@@ -1,123 +1,132 @@
-"""From what happens to rows to the API's answers: choices, parts of them, usage."""
+"""From updates of rows to the API's answers: choices, chunks of a stream, usage."""
 
 import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from entropix_jax.engine.score import ScoredToken
 from entropix_jax.engine.trace import TokenRecord
-from entropix_jax.model.loading import LanguageModel
+from entropix_jax.serve.request import GenerationRequest, ServedModel
 from entropix_jax.serve.schema import ApiError
-from entropix_jax.serve.wanted import Prompt, Wanted
 from entropix_jax.serve.worker import Update
 
-# The API knows two reasons for an end. The row's own is under `entropix`.
+# The API has two finish reasons. `entropix.finish_reason` is the row's own.
 _REASONS = {"eos": "stop", "stop": "stop", "confidence": "stop"}
-_LEAST = -9999.0  # stands for minus infinity, as in the API
-_OF_TRACES = {"row", "top", "layers"}  # fields of a token that an answer leaves out
+_MIN_LOGPROB = -9999.0  # in place of minus infinity, as in the API
+_TRACE_FIELDS = {"row", "top", "layers"}  # of a token, omitted unless details are requested
 
 AnyToken = TokenRecord | ScoredToken
+Updates = AsyncGenerator[tuple[int, list[Update]], None]  # each with the index of its row
 
 
 class Choice:
-    """One choice of an answer, which comes part by part; `chat` says in which form."""
+    """One choice of an answer, made in parts."""
 
-    def __init__(
-        self, model: LanguageModel, wanted: Wanted, index: int, prompt: Prompt, *, chat: bool
-    ) -> None:
+    def __init__(self, served: ServedModel, request: GenerationRequest, index: int) -> None:
         self.index = index
-        self.counts: Counter[str] = Counter()  # of tokens, retracted ones and forwards
-        self._tokenizer = model.tokenizer
-        self._wanted = wanted
-        self._prompt = prompt
-        self._chat = chat
+        self.counts: Counter[str] = Counter()  # generated and retracted tokens, forwards
+        self.row_id: str | None = None  # of its kept row
+        self.echo: dict[str, Any] | None = None  # the part that repeats the prompt
+        self._tokenizer = served.model.tokenizer
+        self._request = request
         self._offset = 0  # characters so far
-        self.kept: str | None = None  # the id of its row, where that is kept
-        self._began = False
+        self._has_part = False
+        self._forwards_before = 0  # of the row that this one continues
+        if request.rows and (tokens := request.rows[index].tokens):
+            self._forwards_before = max(token.forwards for token in tokens)
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether log-probabilities are asked for."""
-        return self._wanted.top is not None
+        """Whether the request asks for log-probabilities."""
+        return self._request.top is not None
 
-    def echo(self, scored: Sequence[ScoredToken]) -> dict[str, Any]:
-        """The part that repeats the prompt; `scored` are its tokens but the first, if they are
-        asked for."""
+    def set_echo(self, scored: Sequence[ScoredToken]) -> None:
+        """Makes the part that repeats the prompt, whose tokens but the first are `scored` if the
+        request asks for log-probabilities."""
+        prompt = self._request.prompts[self.index // self._request.body.n]
         logprobs: dict[str, list[Any]] | None = None
         if self.has_logprobs:
-            first, *others = self._prompt.texts(self._tokenizer)
-            logprobs = {
-                "tokens": [self._tokenizer.decode_within(self._prompt.tokens[:1])],
-                "token_logprobs": [None],
-                "top_logprobs": [None],
-                "text_offset": [0],
-            }
+            first, *others = prompt.texts(self._tokenizer)
             self._offset = len(first)
-            for name, values in self._logprobs(scored, others).items():
-                logprobs[name].extend(values)
-        self._offset = len(self._prompt.text)
-        end = None if self._wanted.rows else "length"
+            logprobs = self._logprobs(scored, others)
+            logprobs["tokens"].insert(0, self._tokenizer.decode_within(prompt.tokens[:1]))
+            logprobs["text_offset"].insert(0, 0)
+            for name in ("token_logprobs", "top_logprobs"):
+                logprobs[name].insert(0, None)
+        self._offset = len(prompt.text)
+        end = None if self._request.rows else "length"
+        self.echo = {"index": self.index, "text": prompt.text, "logprobs": logprobs}
+        self.echo["finish_reason"] = end
+
+    def first_delta(self) -> dict[str, Any]:
+        """Returns the first part of a streamed chat."""
         return {
             "index": self.index,
-            "text": self._prompt.text,
-            "logprobs": logprobs,
-            "finish_reason": end,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+            **({} if self.row_id is None else {"entropix": {"row": self.row_id}}),
         }
 
     def part(self, updates: Sequence[Update]) -> dict[str, Any]:
-        """What some updates add. ApiError where the row failed."""
-        reason = updates[-1].finish_reason
+        """Returns the part of some updates.
+
+        Raises:
+            ApiError: the row failed.
+        """
+        reason, chat = updates[-1].finish_reason, self._request.chat
         if reason == "error":
             raise ApiError(str(updates[-1].error), status=500)
         tokens = [one.token for one in updates if one.token and not one.retracted]
         self.counts["completion_tokens"] += len(tokens)
         self.counts["retracted"] += sum(one.retracted for one in updates)
         if tokens:
-            before = 0 if self._wanted.begun is None else self._wanted.begun.forwards
-            self.counts["forwards"] = tokens[-1].forwards - before
+            self.counts["forwards"] = tokens[-1].forwards - self._forwards_before
         text = "".join(piece.text for one in updates for piece in one.pieces)
-        logprobs = None
+        logprobs: dict[str, Any] | None = None
         if self.has_logprobs:
-            logprobs = {"content": self._content(tokens)} if self._chat else self._logprobs(tokens)
+            logprobs = {"content": self._content(tokens)} if chat else self._logprobs(tokens)
         own = self._own(updates, reason)
         return {
             "index": self.index,
-            **({"delta": {"content": text}} if self._chat else {"text": text}),
+            **({"delta": {"content": text}} if chat else {"text": text}),
             "logprobs": logprobs,
             "finish_reason": None if reason is None else _REASONS.get(reason, "length"),
             **({"entropix": own} if own else {}),
         }
 
     def _own(self, updates: Sequence[Update], reason: str | None) -> dict[str, Any]:
-        """The key `entropix` of a part."""
-        asked = self._wanted.own
+        """Returns the value of a part's key `entropix`."""
+        options = self._request.body.entropix
         own: dict[str, Any] = {}
-        tokens, without = asked.tokens or asked.details, () if asked.details else _OF_TRACES
-        if tokens or asked.retractions:
+        tokens = options.tokens or options.details
+        if tokens or options.retractions:
+            without = () if options.details else _TRACE_FIELDS
             own["tokens"] = [
                 one.token.to_json(retracted=one.retracted, without=without)
                 for one in updates
-                if one.token and (asked.retractions if one.retracted else tokens)
+                if one.token and (options.retractions if one.retracted else tokens)
             ]
-        if self.kept is not None and (reason is not None or not self._began):
-            own["row"] = self.kept
-        self._began = True
+        if self.row_id is not None and (reason is not None or not self._has_part):
+            own["row"] = self.row_id
+        self._has_part = True
         if reason is not None:
-            own |= {"finish_reason": reason, "seed": self._wanted.request.seed}
+            seed = self._request.rows[self.index].request.seed
+            own |= {"finish_reason": reason, "seed": seed}
         return own
 
     # Log-probabilities
 
     def _logprobs(
-        self, tokens: Iterable[AnyToken], texts: Iterable[str] | None = None
+        self, tokens: Iterable[AnyToken], texts: Iterable[str] = ()
     ) -> dict[str, list[Any]]:
-        """In the form of completions. `texts` are what the tokens add to the choice's text, if that
-        is not their own."""
-        lengths = iter([]) if texts is None else map(len, texts)
+        """Returns them in the form of completions. `texts` are what the tokens add to the choice's
+        text, by default their own."""
+        lengths = map(len, texts)
         found: dict[str, list[Any]] = {
             "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
         }  # fmt: skip
@@ -125,89 +134,107 @@ class Choice:
             text = self._tokenizer.decode_within([token.token_id])
             found["tokens"].append(text)
             found["token_logprobs"].append(token.logprob)
-            # The token is among them, likely or not, by the very same number.
-            found["top_logprobs"].append(
-                {**{text: p for _, text, p in reversed(self._top(token))}, text: token.logprob}
-            )
+            # Includes the token, with this very log-probability.
+            top = {text: logprob for _, text, logprob in reversed(self._top(token))}
+            found["top_logprobs"].append({**top, text: token.logprob})
             found["text_offset"].append(self._offset)
             self._offset += next(lengths, len(token.text))
         return found
 
     def _content(self, tokens: Iterable[AnyToken]) -> list[dict[str, Any]]:
-        """In the form of chats."""
-        return [
-            {
-                **self._named(
-                    token.token_id, self._tokenizer.decode_within([token.token_id]), token.logprob
-                ),
-                "top_logprobs": [self._named(*one) for one in self._top(token)],
-            }
-            for token in tokens
-        ]
+        """Returns them in the form of chats."""
+        found = []
+        for token in tokens:
+            text = self._tokenizer.decode_within([token.token_id])
+            one = self._entry(token.token_id, text, token.logprob)
+            found.append({**one, "top_logprobs": [self._entry(*top) for top in self._top(token)]})
+        return found
 
-    def _named(self, token_id: int, text: str, logprob: float) -> dict[str, Any]:
-        """A token by its text, and by its bytes: those of a part of a character have no text."""
+    def _entry(self, token_id: int, text: str, logprob: float) -> dict[str, Any]:
+        # A part of a character has bytes, but no text.
         data = [*self._tokenizer.token_bytes(token_id)]
         return {"token": text, "logprob": logprob, "bytes": data}
 
     def _top(self, token: AnyToken) -> list[tuple[int, str, float]]:
-        """The likeliest tokens as asked for, with log-probabilities in nats."""
-        top = (token.top or [])[: self._wanted.top or 0]
+        """Returns the requested alternatives, with log-probabilities in nats."""
         return [
-            (i, text, token.logprob if i == token.token_id else math.log(p) if p > 0 else _LEAST)
-            for i, text, p in top
+            (i, text, token.logprob if i == token.token_id else math.log(p) if p else _MIN_LOGPROB)
+            for i, text, p in (token.top or [])[: self._request.top or 0]
         ]
 
 
-@dataclass
 class Answer:
-    """The choices of an answer, and what all its parts begin with."""
+    """The answer to a generation request, whole or as a stream of chunks."""
 
-    name: str
-    chat: bool
-    choices: list[Choice]
-    prompt_tokens: int
-    created: int = field(default_factory=lambda: int(time.time()))
-    number: str = field(default_factory=lambda: secrets.token_hex(12))
-    warnings: Sequence[str] = ()
-
-    def frame(self, choices: list[dict[str, Any]], *, chunk: bool) -> dict[str, Any]:
-        """An answer, or a chunk of one, with some choices."""
-        kind = "text_completion"
-        if self.chat:
-            kind = "chat.completion.chunk" if chunk else "chat.completion"
-        prefix = "chatcmpl" if self.chat else "cmpl"
-        return {
-            "id": f"{prefix}-{self.number}",
-            "object": kind,
-            "created": self.created,
-            "model": self.name,
-            "choices": choices,
-            **({"warnings": [*self.warnings]} if self.warnings else {}),
-        }
+    def __init__(
+        self, served: ServedModel, request: GenerationRequest, warnings: Sequence[str] = ()
+    ) -> None:
+        self.id = secrets.token_hex(12)
+        self.request = request
+        number = len(request.prompts) * request.body.n
+        self.choices = [Choice(served, request, index) for index in range(number)]
+        kind = ("chatcmpl", "chat.completion") if request.chat else ("cmpl", "text_completion")
+        common = {"id": f"{kind[0]}-{self.id}", "object": kind[1], "created": int(time.time())}
+        self._common = common | {"model": served.name}
+        self._warnings = {"warnings": [*warnings]} if warnings else {}
 
     def usage(self) -> dict[str, int]:
-        """What the answer took; prompts count once."""
+        """Returns token counts. Prompts count once."""
         counts = sum((choice.counts for choice in self.choices), Counter[str]())
-        new = counts["completion_tokens"]
+        read, new = (
+            sum(len(one.tokens) for one in self.request.prompts),
+            counts["completion_tokens"],
+        )
         return {
-            "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens": read,
             "completion_tokens": new,
-            "total_tokens": self.prompt_tokens + new,
+            "total_tokens": read + new,
             "forwards": counts["forwards"],
             "retracted": counts["retracted"],
         }
 
-    def whole(self, parts: Mapping[int, Sequence[dict[str, Any]]]) -> dict[str, Any]:
-        """The answer that is not streamed, of the parts of each choice."""
-        return self.frame([self._join(parts[c.index]) for c in self.choices], chunk=False) | {
-            "usage": self.usage()
-        }
+    async def chunks(self, updates: Updates) -> AsyncGenerator[dict[str, Any], None]:
+        """Yields the chunks of a stream. A chunk has all tokens of a row since the last one. With
+        log-probabilities it has at most one, because clients that show them expect that."""
+        usage, chat = self.request.body.stream_options.include_usage, self.request.chat
+        common = self._common | ({"object": "chat.completion.chunk"} if chat else {})
 
-    def _join(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """One choice of its parts: an echo, and all updates at once."""
+        def chunk(*choices: dict[str, Any]) -> dict[str, Any]:
+            found = {**common, "choices": [*choices], **self._warnings}
+            return found | ({"usage": None} if usage else {})
+
+        for choice in self.choices:
+            if chat:
+                yield chunk(choice.first_delta())
+            if choice.echo is not None:
+                yield chunk(choice.echo)
+        async with aclosing(updates):
+            async for index, some in updates:
+                choice = self.choices[index]
+                for part in ([one] for one in some) if choice.has_logprobs else (some,):
+                    yield chunk(choice.part(part))
+        if usage:
+            yield chunk() | {"usage": self.usage()}
+
+    async def whole(self, updates: Updates) -> dict[str, Any]:
+        """Returns the answer that is not streamed."""
+        collected: dict[int, list[Update]] = {}
+        async with aclosing(updates):
+            async for index, some in updates:
+                collected.setdefault(index, []).extend(some)
+        choices = []
+        for choice in self.choices:
+            parts = [] if choice.echo is None else [choice.echo]
+            if choice.index in collected:
+                parts.append(choice.part(collected[choice.index]))
+            choices.append(self._join(parts))
+        return {**self._common, "choices": choices, **self._warnings, "usage": self.usage()}
+
+    def _join(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns a choice from the part that repeats its prompt, if any, and the part of all its
+        updates."""
         joined = dict(parts[-1])
-        if self.chat:
+        if self.request.chat:
             content = joined.pop("delta")["content"]
             joined["message"] = {"role": "assistant", "content": content, "refusal": None}
             return joined

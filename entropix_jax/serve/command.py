@@ -1,14 +1,12 @@
-"""`python -m entropix_jax.serve`: a resident model behind the OpenAI API."""
+"""`entropix-jax serve`: a resident model with an OpenAI-compatible API."""
 
-import itertools
+import logging
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import SIGINT, SIGTERM
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -19,25 +17,30 @@ from entropix_jax.cli.options import (
     Flag,
     ModelOptions,
     OptionalCount,
-    Texts,
+    choose_context,
     model_name,
     option,
-    parse,
-    run_command,
 )
 from entropix_jax.cli.status import StatusLine
-from entropix_jax.errors import UserError, check_range, nearest, require
+from entropix_jax.errors import UserError, check_range, require
 from entropix_jax.host.interrupts import deferred_interrupts, exit_at_once
 
 if TYPE_CHECKING:
     from entropix_jax.sampler.sampler import Sampler
-    from entropix_jax.serve.wanted import Served
+    from entropix_jax.serve.request import ServedModel
 
-_MAX_CONTEXT = 2048  # unless another number is asked for
+_MAX_CONTEXT = 2048  # by default
 _LOOK = 0.04  # seconds of a chunk of steps
-_LARGEST = 2**31 - 1  # of what is counted
-_MOST_TOP = 20
-_NONE = "none"  # of --warm
+_LARGEST = 2**31 - 1
+# Smallest and largest values.
+_RANGES = {
+    "port": (0, 65535),
+    "slots": (1, _LARGEST),
+    "context": (4, _LARGEST),
+    "queue": (0, _LARGEST),
+    "keep": (0, _LARGEST),
+    "top_logprobs": (0, 20),
+}
 _origins = tyro.conf.arg(metavar="ORIGIN ...", help_behavior_hint="")
 
 
@@ -47,6 +50,9 @@ class Arguments:
 
     Requests run in parallel, each with its own sampler. Ctrl-C or SIGTERM finishes running requests
     and rejects new ones. A second one ends the server at once.
+
+    Example:
+        --model tiny --slots 8
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -67,113 +73,74 @@ class Arguments:
     keep: Count = 32768
     """Total tokens of retained rows (rows that can be continued later). 0 retains none, and records
     no attention entropies of layers."""
-    warm: Texts = ()
-    """Sampler presets whose programs are compiled before the port opens, besides those of the
-    default sampler, the API's penalties and the usual prompt lengths. "none" disables it."""
+    cold: Flag = False
+    """Accept requests at once. By default the usual programs are compiled first: of the default
+    sampler, the API's sampling options and the usual prompt lengths."""
     name: Annotated[str | None, option("NAME")] = None
     """Name of the model in the API (default: the model's own name, or its folder's)."""
     api_key_file: File = None
     """A file of API keys, one per line. Requests must send one of them."""
-    strict: Flag = False
-    """Refuse requests with unknown keys. By default the answer names them under `warnings`."""
     allow_origin: Annotated[tuple[str, ...], _origins] = ()
-    """Origins of other pages that may use the API, such as https://example.org. Requests may also
-    name this server by their hosts."""
+    """Allowed origins of other pages, such as https://example.org. Requests may also name this
+    server by their hosts."""
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.serve") -> int:
+def run(arguments: Arguments) -> int:
     """Runs the command and returns its exit status."""
-    return run_command(lambda: _main(parse(Arguments, argv, prog)))
-
-
-def _main(arguments: Arguments) -> int:
-    # What can be wrong without a model comes first: it takes no time.
+    # Mistakes in the options are reported before the model is loaded.
     require("serve", "pydantic", "starlette", "uvicorn")
     from entropix_jax.serve.guard import read_keys, read_origin
-
-    check_range("--port", arguments.port, 0, 65535)
-    check_range("--slots", arguments.slots, 1, _LARGEST)
-    check_range("--context", arguments.context, 4, _LARGEST)
-    check_range("--queue", arguments.queue, 0, _LARGEST)
-    check_range("--keep", arguments.keep, 0, _LARGEST)
-    check_range("--top-logprobs", arguments.top_logprobs, 0, _MOST_TOP)
-    if not 0 < arguments.time_limit < _LARGEST:
-        raise UserError(f"--time-limit must be above 0, not {arguments.time_limit:g}")
-    origins = [*map(read_origin, arguments.allow_origin)]
-    keys = [] if arguments.api_key_file is None else read_keys(Path(arguments.api_key_file))
-    sampler = arguments.model.choose_sampler()
-    _check_warm(arguments)
-    with _listen(arguments.host, arguments.port) as listener:
-        return _serve(arguments, keys, origins, sampler, listener)
-
-
-def _check_warm(arguments: Arguments) -> None:
-    from entropix_jax.sampler.presets import is_preset, preset_names
-
-    for name in itertools.chain(*arguments.warm):
-        if name != _NONE and not is_preset(name):
-            told = f"no sampler preset {name!r}{nearest(name, preset_names())}"
-            raise UserError(f"--warm: {told} (or '{_NONE}')")
-
-
-@contextmanager
-def _listen(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that listens. UserError if the address cannot be taken."""
     from entropix_jax.serve.http import BACKLOG
 
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for name, limits in _RANGES.items():
+        check_range(f"--{name.replace('_', '-')}", getattr(arguments, name), *limits)
+    if not 0 < arguments.time_limit < _LARGEST:
+        raise UserError(f"--time-limit must be above 0, not {arguments.time_limit:g}")
+    access = {
+        "host": arguments.host,
+        "origins": [*map(read_origin, arguments.allow_origin)],
+        "keys": [] if arguments.api_key_file is None else read_keys(Path(arguments.api_key_file)),
+    }
+    sampler = arguments.model.choose_sampler()
+    place = (arguments.host, arguments.port)
+    family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
     try:
-        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        listener = socket.create_server(place, family=family, backlog=BACKLOG)
     except OSError as error:
-        raise UserError(f"--host {host} --port {port}: {error.strerror or error}") from None
+        where = f"--host {arguments.host} --port {arguments.port}"
+        raise UserError(f"{where}: {error.strerror or error}") from None
     with listener:
-        yield listener
+        return _serve(arguments, access, _load(arguments, sampler), listener)
 
 
 def _serve(
-    arguments: Arguments,
-    keys: Sequence[str],
-    origins: Sequence[str],
-    sampler: "Sampler",
-    listener: socket.socket,
+    arguments: Arguments, access: dict[str, Any], served: "ServedModel", listener: socket.socket
 ) -> int:
-    """Loads the model and serves it until a signal comes."""
+    """Serves the model until a signal comes."""
     import asyncio
 
     from entropix_jax.engine.engine import Engine
     from entropix_jax.engine.state import Recording
     from entropix_jax.serve.app import make_app
-    from entropix_jax.serve.http import HttpServer, log_programs
+    from entropix_jax.serve.http import HttpServer
     from entropix_jax.serve.warm_up import warm_up
     from entropix_jax.serve.worker import Worker
 
-    served = _load(arguments, sampler)
+    keeps = arguments.keep > 0
+    recording = Recording(
+        top=served.top, check=arguments.model.check, layers=keeps, raw_layers=True, state=keeps
+    )
     engine = Engine(
         served.model,
         slots=arguments.slots,
         capacity=served.context,
-        recording=Recording(
-            top=served.top,
-            check=arguments.model.check,
-            layers=arguments.keep > 0,
-            raw_layers=True,
-            state=arguments.keep > 0,
-        ),
+        recording=recording,
         look=_LOOK,
         widest=True,
         background=True,
     )
     worker = Worker(engine, slots=arguments.slots, queue=arguments.queue)
-    app = make_app(
-        served,
-        worker,
-        limit=arguments.time_limit,
-        keep=arguments.keep,
-        host=arguments.host,
-        keys=keys,
-        origins=origins,
-        strict=arguments.strict,
-    )
+    app = make_app(served, worker, limit=arguments.time_limit, keep=arguments.keep, **access)
     server = HttpServer(app, worker.idle)
 
     def stop() -> None:
@@ -182,25 +149,22 @@ def _serve(
         exit_at_once()  # at the next signal
 
     async def serve() -> None:
-        presets = [*itertools.chain(*arguments.warm)]
-        if _NONE not in presets:
-            status = StatusLine()
+        if not arguments.cold:
+            status, message = StatusLine(), "compiling the usual programs (minutes, once)"
             if not status.enabled:
-                print("compiling the usual programs (minutes, once) ...", file=sys.stderr)
-
-            def show(program: str) -> None:
-                status.show(f"compiling the usual programs (minutes, once): {program} ...")
-
+                print(f"{message} ...", file=sys.stderr)
             try:
-                await warm_up(served, worker, presets, show)
+                await warm_up(served, worker, lambda name: status.show(f"{message}: {name} ..."))
             finally:
                 status.clear()
-        log_programs()
+        log = logging.getLogger("entropix_jax.engine.programs")
+        log.addHandler(logging.StreamHandler())
+        log.setLevel(logging.INFO)
         host, port = listener.getsockname()[:2]
-        place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         if not server.should_exit:
-            told = f"page at http://{place}/, API listening on http://{place}/v1"
-            print(f"{served.name}: {told}", file=sys.stderr, flush=True)
+            ready = f"{served.name}: page at {url}/, API listening on {url}/v1"
+            print(ready, file=sys.stderr, flush=True)
         await server.serve([listener])
 
     worker.start()
@@ -210,35 +174,26 @@ def _serve(
     return EXIT_OK
 
 
-def _load(arguments: Arguments, sampler: "Sampler") -> "Served":
+def _load(arguments: Arguments, sampler: "Sampler") -> "ServedModel":
     """Loads the model after a check of memory, and resolves the sampler for it."""
     from entropix_jax.engine.engine import shared_lanes
     from entropix_jax.engine.memory import check_memory
     from entropix_jax.engine.preparation import calibrate_sampler
     from entropix_jax.host.compile_cache import use_compilation_cache
     from entropix_jax.model.loading import check_backend, open_model, resolve_model
-    from entropix_jax.serve.wanted import Served
+    from entropix_jax.serve.request import ServedModel
 
     check_backend()
     name = model_name(arguments.model.model)
     use_compilation_cache()
     files = open_model(resolve_model(name))
-    positions = files.config.max_positions
-    if arguments.context is not None and arguments.context > positions:
-        raise UserError(f"--context {arguments.context}: the model has {positions} positions")
-    context = arguments.context or min(positions, _MAX_CONTEXT)
-    slots = arguments.slots + shared_lanes(arguments.slots)
-    needs = check_memory(
-        files.config,
-        arguments.model.dtypes(files),
-        slots=slots,
-        capacity=context,
-        mesh=None,
-    )
+    context = choose_context(arguments.context, files.config, _MAX_CONTEXT)
+    slots, types = arguments.slots + shared_lanes(arguments.slots), arguments.model.dtypes(files)
+    needs = check_memory(files.config, types, slots=slots, capacity=context, mesh=None)
     print(needs, file=sys.stderr)
     model = arguments.model.load(name)
     for note in calibrate_sampler(sampler, model).notes:
         print(f"note: {note}", file=sys.stderr)
     if arguments.name is None and Path(name).exists():
-        name = Path(name).resolve().name  # where it lies is nobody's business
-    return Served(arguments.name or name, model, sampler, context, arguments.top_logprobs)
+        name = Path(name).resolve().name  # clients do not see its folder
+    return ServedModel(arguments.name or name, model, sampler, context, arguments.top_logprobs)

@@ -1,4 +1,4 @@
-"""Who may ask: keys, and no request from a page elsewhere."""
+"""Access control: API keys, and no requests from other origins' pages."""
 
 import hmac
 import re
@@ -15,18 +15,17 @@ from entropix_jax.host.files import read_text
 from entropix_jax.serve.schema import ApiError
 from entropix_jax.serve.wire import error_answer
 
-_HOST = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d*)?")  # of a request's header
-_OPEN = ("/health", "/", "/favicon.ico")  # paths that need no key: the page asks for one
-_OPEN_FOLDER = "/static/"
-_PORTS = {"http": 80, "https": 443}
+_HOST = r"([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d*)?"  # of a request's header
+# Paths without a key, because the page asks for it. The second ones are folders.
+_OPEN, _OPEN_FOLDERS = ("/health", "/", "/favicon.ico"), ("/static/",)
 
 
 class Guard:
-    """Lets requests through to `app` that have a key, where there are any, and come from no page of
-    another origin.
+    """Passes requests to `app` that have one of the `keys`, if there are any, and come from no page
+    of another origin.
 
-    A page's script can reach a server on the reader's machine under a name of its own (DNS
-    rebinding), so names other than this server's are refused; a number is no such name.
+    A page's script can reach a server on the reader's machine under a host name of its own (DNS
+    rebinding), so other host names than this server's are refused. IP addresses are safe.
     """
 
     def __init__(
@@ -35,14 +34,10 @@ class Guard:
         self._app = app
         self._keys = [key.encode() for key in keys]
         self._origins = origins
-        self._names = {
-            "localhost",
-            host.lower(),
-            *(urlsplit(origin).hostname for origin in origins),
-        }
+        self._names = {"localhost", host.lower(), *(urlsplit(one).hostname for one in origins)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers or passes on."""
+        """Refuses a request or passes it on."""
         answer: ASGIApp = self._app
         if scope["type"] == "http":
             try:
@@ -53,16 +48,17 @@ class Guard:
 
     def _check(self, headers: Headers, path: str, scheme: str) -> None:
         host, origin = headers.get("host", ""), headers.get("origin")
+        hint = "add it with --allow-origin"
         if not self._is_own(host):
-            told = f"the host {host!r} is not this server's: add it with --allow-origin"
-            raise ApiError(told, status=403, code="foreign_host")
+            message = f"the host {host!r} is not this server's: {hint}"
+            raise ApiError(message, status=403, code="foreign_host")
         if origin is not None and origin not in (*self._origins, f"{scheme}://{host}"):
-            told = f"the origin {origin!r} is not allowed: add it with --allow-origin"
-            raise ApiError(told, status=403, code="foreign_origin")
-        if self._keys and path not in _OPEN and not path.startswith(_OPEN_FOLDER):
+            message = f"the origin {origin!r} is not allowed: {hint}"
+            raise ApiError(message, status=403, code="foreign_origin")
+        if self._keys and path not in _OPEN and not path.startswith(_OPEN_FOLDERS):
             kind, _, given = headers.get("authorization", "").partition(" ")
             key = given.strip().encode("latin-1", "replace")
-            # All of them, so that the time tells nothing.
+            # Compares with all of them, so that the time does not depend on the key.
             found = sum(hmac.compare_digest(key, own) for own in self._keys)
             if not found or kind.lower() != "bearer":
                 raise ApiError(
@@ -73,21 +69,24 @@ class Guard:
                 )
 
     def _is_own(self, host: str) -> bool:
-        if _HOST.fullmatch(host) is None:
-            return False
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
             return False
-        try:
-            ip_address(name)
-        except ValueError:
-            return name in self._names
-        return True
+        return re.fullmatch(_HOST, host) is not None and (name in self._names or _is_address(name))
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def read_keys(path: Path) -> list[str]:
-    """The keys of a file, one a line. UserError if there is none, or one that no header holds."""
+    """Returns the keys of a file, one per line. UserError if there are none, or if a key cannot be
+    sent in a header."""
     keys = [line.strip() for line in read_text(path).splitlines() if line.strip()]
     if not keys:
         raise UserError(f"{path}: no API key: write one per line")
@@ -98,14 +97,9 @@ def read_keys(path: Path) -> list[str]:
 
 
 def read_origin(origin: str) -> str:
-    """An origin as browsers send it: in small letters, without its scheme's usual port. UserError
-    for what is none."""
-    told = origin.lower()
-    try:
-        parts = urlsplit(told)
-        fits = parts.scheme in _PORTS and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        fits = False
-    if not fits or "@" in told or told != f"{parts.scheme}://{parts.netloc}":
+    """Returns an origin as browsers send it: in lower case, without the scheme's default port.
+    UserError if it is not an origin."""
+    lower = origin.lower()
+    if re.fullmatch(f"https?://{_HOST}", lower) is None:
         raise UserError(f"--allow-origin {origin}: expected SCHEME://HOST[:PORT], without a path")
-    return told.removesuffix(f":{_PORTS[parts.scheme]}").removesuffix(":")
+    return lower.removesuffix(":443" if lower.startswith("https") else ":80").removesuffix(":")

@@ -1,4 +1,4 @@
-"""The HTTP server, which leaves signals to the command."""
+"""The HTTP server, with bounds for slow, idle and vanished clients."""
 
 from __future__ import annotations
 
@@ -18,83 +18,75 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _KEEP_ALIVE = 15  # seconds that a connection may idle
-_GRACE = 5.0  # seconds for a client to read the rest, once all is done
-_LOOK = 0.05  # seconds between two looks at that
+_GRACE = 5.0  # seconds for clients to read the rest, once all rows have ended
+_LOOK = 0.05  # seconds between two checks of that
 _HEAD = 20.0  # seconds for the head of a request to arrive
 BACKLOG = 2048  # connections that wait to be accepted
 _AT_ONCE = 16  # connections that are accepted at once
-_DESCRIPTORS = 65536  # open files of the process, at most
-_RESERVE = 64  # of those for anything but connections
+_MAX_FILES = 65536  # open files of the process
+_RESERVE = 64  # open files for other things than connections
 _MINUTE = 60.0
 _LOG = logging.getLogger(__name__)
 
 
-def _is_told_elsewhere(record: logging.LogRecord) -> bool:
-    """A filter for what `_Connection` logs in its own words."""
-    return record.msg != "Invalid HTTP request received."
+class _OncePerMinute(logging.Filter):
+    """Drops a warning if an equal one was logged in the last minute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now = time.monotonic()
+        if (
+            record.levelno > logging.WARNING
+            or now - self._last.get(record.msg, -_MINUTE) >= _MINUTE
+        ):
+            self._last[record.msg] = now
+            return True
+        return False
 
 
-def log_programs() -> None:
-    """Logs from here on which programs compile while the server runs."""
-    log = logging.getLogger("entropix_jax.engine.programs")
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    log.propagate = False
+_FILTER = _OncePerMinute()
+_LOG.addFilter(_FILTER)
+
+
+def _log_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """The exception handler of the event loop. The system's errors, such as too many open files,
+    are no defects."""
+    error = context.get("exception")
+    if isinstance(error, OSError):
+        _LOG.warning(f"{context['message']}: %r", error)
+    else:
+        loop.default_exception_handler(context)
 
 
 def free_connections() -> int:
-    """Returns how many connections the process may hold: its descriptors, up to the hard limit,
-    without those that are open, those that one look at the listener may add, and a reserve."""
+    """Returns how many connections the process may hold: its open files, up to the hard limit,
+    without those that are open, those that one accept may add, and a reserve."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    most = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft < most:
         with contextlib.suppress(ValueError, OSError):  # a kernel may have a lower limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
             soft = most
     taken = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else _RESERVE
-    # Those that the bound closes are gone one look later.
+    # A connection that the bound closes is gone one accept later.
     return max(soft - taken - 2 * _AT_ONCE - _RESERVE, 1)
 
 
-class Log:
-    """Lines of the server's log: equal ones at most once a minute."""
-
-    def __init__(self) -> None:
-        self._last: dict[str, float] = {}
-
-    def warn(self, kind: str, detail: str = "") -> None:
-        """Logs a line of a kind, with a detail of this case."""
-        now = time.monotonic()
-        if now - self._last.get(kind, -_MINUTE) >= _MINUTE:
-            self._last[kind] = now
-            _LOG.warning("%s%s", kind, detail)
-
-    def handle(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """The exception handler of an event loop."""
-        error = context.get("exception")
-        if isinstance(error, OSError):  # nothing to mend here
-            self.warn(context["message"], f": {error!r}")
-        else:
-            loop.default_exception_handler(context)
-
-
 class _Connection(H11Protocol):
-    """A connection whose requests must have their head within a time. Beyond `most` connections the
-    one that has waited longest for its client is closed."""
+    """A connection whose requests must have their head within `head` seconds. Beyond `most`
+    connections, the one that has waited longest for its client is closed."""
 
-    def __init__(
-        self, *, most: int, head: float, log: Log, waiting: _Waiting, **options: Any
-    ) -> None:
+    def __init__(self, *, most: int, head: float, waiting: _Waiting, **options: Any) -> None:
         super().__init__(**options)
-        self._most, self._head, self._log, self._waiting = most, head, log, waiting
+        self._most, self._head, self._waiting = most, head, waiting
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= self._most and self._waiting:
-            told = f"{self._most} connections: closing idle ones"
-            self._log.warn(told, ", oldest first")
+            _LOG.warning("%d connections: closing idle ones, oldest first", self._most)
             next(iter(self._waiting))._close()
         super().connection_made(transport)
         self._waiting[self] = None
@@ -123,15 +115,13 @@ class _Connection(H11Protocol):
             self._has_head()
 
     def send_400_response(self, msg: str) -> None:
-        client = "" if self.client is None else f" from {self.client[0]}"
-        self._log.warn("a malformed HTTP request", client)
-        if self.cycle is not None:  # its body is malformed: the application has lost its client
+        if self.cycle is not None:  # a malformed body: the application has lost its client
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         super().send_400_response(msg)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Nothing: the request is answered as if it had not asked for an upgrade."""
+        """No-op: the request is answered without an upgrade."""
 
     def _expect_head(self) -> None:
         self._deadline = self.loop.call_later(self._head, self._close)
@@ -147,12 +137,12 @@ class _Connection(H11Protocol):
         self.transport.abort()
 
 
-_Waiting = dict[_Connection, None]  # that wait for the rest of a request, or for one, in order
+_Waiting = dict[_Connection, None]  # connections without a whole request, oldest first
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an application until `should_exit` is set; what it answers then is answered whole, but
-    to clients that do not read it once nothing else is to be done."""
+    """Serves an application until `should_exit` is set, then finishes its running requests. It
+    leaves signals to the command."""
 
     def __init__(
         self,
@@ -163,16 +153,21 @@ class HttpServer(uvicorn.Server):
         head: float = _HEAD,
         most: int | None = None,
     ) -> None:
-        """`idle` tells whether nothing is to be done. A request's head must be there within `head`
-        seconds; there are at most `most` connections, by default as many as descriptors allow."""
-        self._log = Log()
-        logging.getLogger("uvicorn.error").addFilter(_is_told_elsewhere)
+        """Configures the server.
+
+        Args:
+            idle: returns whether nothing runs or waits.
+            grace: seconds for clients to read the rest once the server is idle.
+            head: seconds for the head of a request to arrive.
+            most: maximum number of connections, by default what the limit of open files allows.
+        """
+        logging.getLogger("uvicorn.error").addFilter(_FILTER)
         most = free_connections() if most is None else most
-        connection: Any = partial(_Connection, most=most, head=head, log=self._log, waiting={})
+        connection: Any = partial(_Connection, most=most, head=head, waiting={})
         config = uvicorn.Config(
             app,
             http=connection,
-            backlog=_AT_ONCE,  # connections that one look at the listener accepts
+            backlog=_AT_ONCE,  # connections that are accepted at once
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -190,30 +185,24 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begins to accept connections; as many as before may wait to be accepted."""
-        asyncio.get_running_loop().set_exception_handler(self._log.handle)
+        """Starts to accept connections. `BACKLOG` connections may wait for that."""
+        asyncio.get_running_loop().set_exception_handler(_log_error)
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(BACKLOG)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answers what it has begun, and ends. Until that is done new requests are answered, too:
-        the application refuses them."""
+        """Waits until nothing runs, while the application rejects new requests, then closes the
+        connections. Those whose clients do not read are cut after the grace period."""
         while not self._idle():
             await asyncio.sleep(_LOOK)
-        leaving = asyncio.ensure_future(self._leave())
+        cut = asyncio.get_running_loop().call_later(self._grace, self._cut)
         try:
             await super().shutdown(sockets)
         finally:
-            leaving.cancel()
+            cut.cancel()
 
-    async def _leave(self) -> None:
-        """Cuts the connections that are left when nothing was to be done for a while."""
-        since = time.monotonic()
-        while time.monotonic() - since < self._grace:
-            if not self._idle():
-                since = time.monotonic()
-            await asyncio.sleep(_LOOK)
+    def _cut(self) -> None:
         for connection in [*self.server_state.connections]:
             if (transport := getattr(connection, "transport", None)) is not None:
                 transport.abort()

@@ -1,18 +1,12 @@
 """The live page: its document, and the scripts and style sheets that it shares with reports."""
 
-from hashlib import blake2b
-from importlib.resources import files
-from itertools import chain
+import mimetypes
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.staticfiles import StaticFiles
 
-from entropix_jax.report.tokens import STATIC
-from entropix_jax.serve.schema import ApiError
-
-_OWN = files("entropix_jax.serve")
-_KINDS = {".js": "text/javascript", ".css": "text/css"}
 # Nothing from elsewhere, no script or style within the document, and in no other page's frame.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -24,38 +18,29 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-# Read once; a name is looked up, never a path.
-_DOCUMENT = (_OWN / "templates" / "live.html").read_bytes()
-_PARTS: dict[str, tuple[bytes, str]] = {
-    file.name: (file.read_bytes(), kind)
-    for file in chain(STATIC.iterdir(), (_OWN / "static").iterdir())
-    for end, kind in _KINDS.items()
-    if file.name.endswith(end)
-}
+
+# Browsers run no script of another type, and the system's table may name one.
+mimetypes.add_type("text/javascript", ".js")
 
 
-async def document(request: Request) -> Response:
-    """`GET /`."""
-    return _answer(request, _DOCUMENT, "text/html")
+class PageFiles(StaticFiles):
+    """The files of the page, an ASGI application."""
 
+    def __init__(self) -> None:
+        own = [("entropix_jax.serve", "static"), ("entropix_jax.serve", "templates")]
+        super().__init__(packages=[("entropix_jax.report", "static"), *own])
 
-async def static(request: Request) -> Response:
-    """`GET /static/NAME`. ApiError if there is no such part."""
-    name: Any = request.path_params["name"]
-    if name not in _PARTS:
-        raise ApiError(f"no such part of the page: {name}", status=404)
-    return _answer(request, *_PARTS[name])
+    def file_response(self, *arguments: Any, **options: Any) -> Response:
+        """Returns a file, or nothing (304) if the browser has it."""
+        response = super().file_response(*arguments, **options)
+        response.headers.update(_HEADERS)
+        return response
+
+    async def document(self, request: Request) -> Response:
+        """`GET /`."""
+        return await self.get_response("live.html", request.scope)
 
 
 async def icon(request: Request) -> Response:
     """`GET /favicon.ico`: the document has its own icon."""
     return Response(status_code=204, headers={"Cache-Control": "max-age=86400"})
-
-
-def _answer(request: Request, content: bytes, kind: str) -> Response:
-    """A part of the page, or nothing (304) if the browser has it."""
-    tag = f'"{blake2b(content, digest_size=16).hexdigest()}"'
-    headers = {**_HEADERS, "ETag": tag}
-    if tag in request.headers.get("if-none-match", ""):
-        return Response(status_code=304, headers=headers)
-    return Response(content, 200, headers, f"{kind}; charset=utf-8")

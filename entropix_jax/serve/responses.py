@@ -1,23 +1,23 @@
-"""`/v1/responses`: a request becomes a chat, and its answer a response of that API."""
+"""`/v1/responses`: converts requests to chats, and answers to that API's responses and events."""
 
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
 from entropix_jax.serve.schema import (
-    MOST_TOP,
-    ApiError,
+    MAX_TOP,
     Body,
     Budget,
     Chat,
     Integer,
     Seed,
     parse_values,
+    unsupported,
 )
 
-# Parameters of the API that a response repeats, with their values here.
+# Parameters that a response repeats.
 _REPEATED: dict[str, Any] = {
     "error": None,
     "incomplete_details": None,
@@ -36,20 +36,20 @@ _HINTS = ("include", "reasoning", "text", "truncation", "max_tool_calls")
 
 
 def _as_messages(value: Any) -> list[dict[str, Any]]:
-    """The messages of an input: a text, or items that are messages."""
+    """The messages of an input: a text, or a list of items of the type `message`."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise ValueError("must be a text or a list of messages")
     for place, item in enumerate(value):
         if item.get("type", "message") != "message":
-            told = f"item {place} of type {item['type']!r} is not supported, only 'message'"
-            raise ValueError(told)
+            kind = f"item {place} of type {item['type']!r}"
+            raise ValueError(f"{kind} is not supported, only 'message'")
     return [{"role": item.get("role"), "content": item.get("content")} for item in value]
 
 
 class Responses(Body):
-    """The body of a request. Nothing is stored, so it cannot refer to an earlier response."""
+    """The body of a request. Nothing is stored, so it cannot name an earlier response."""
 
     input: Annotated[list[dict[str, Any]], BeforeValidator(_as_messages)]
     instructions: str | None = None
@@ -57,41 +57,40 @@ class Responses(Body):
     stream: bool = False
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
-    top_logprobs: Integer | None = Field(None, ge=0, le=MOST_TOP)
+    top_logprobs: Integer | None = Field(None, ge=0, le=MAX_TOP)
     seed: Seed = None
 
     @property
     def unknown(self) -> list[str]:
-        """See `Body`."""
+        """The unknown keys, sorted."""
         return [key for key in super().unknown if key not in _HINTS]
 
     def to_chat(self) -> Chat:
         """Returns the request as a chat.
 
         Raises:
-            ApiError: something of it is not supported.
+            ApiError: the request uses an unsupported feature.
         """
         extra = self.model_extra or {}
         for key in _REFUSED:
             if extra.get(key):
-                told = f"'{key}' is not supported by this server"
-                raise ApiError(told, param=key, code="unsupported_parameter")
-        form = (extra.get("text") or {}).get("format", {}).get("type", "text")
-        if form != "text":
-            told = f"text.format: type {form!r} is not supported by this server, only 'text'"
-            raise ApiError(told, param="text", code="unsupported_parameter")
+                raise unsupported(key)
+        kind = (extra.get("text") or {}).get("format", {}).get("type", "text")
+        if kind != "text":
+            message = f"text.format: type {kind!r} is not supported by this server, only 'text'"
+            raise unsupported("text.format", message)
         first = [{"role": "system", "content": self.instructions}] if self.instructions else []
         given = self.model_fields_set - {"input", "instructions", "max_output_tokens", "entropix"}
         values = {name: getattr(self, name) for name in given}
         values["messages"] = [*first, *self.input]
         values["max_completion_tokens"] = self.max_output_tokens
         values["logprobs"] = True if self.top_logprobs else None
-        chat = parse_values(Chat, values, strict=False)
-        return chat.model_copy(update={"entropix": self.entropix})
+        values["stream_options"] = {"include_usage": True}
+        return parse_values(Chat, values).model_copy(update={"entropix": self.entropix})
 
 
-class Response:
-    """A response while it is made, of the chunks of a chat's answer."""
+class ResponseForm:
+    """Converts the answer to a chat, whole or as a stream, to a response."""
 
     def __init__(self, body: Responses, number: str) -> None:
         self._body = body
@@ -105,55 +104,46 @@ class Response:
         """Returns the response of a whole chat completion."""
         (choice,) = answer["choices"]
         self._text, self._reason = choice["message"]["content"], choice["finish_reason"]
-        told = {"warnings": answer["warnings"]} if "warnings" in answer else {}
-        return self._frame("completed", answer["usage"]) | told
+        warnings = {"warnings": answer["warnings"]} if "warnings" in answer else {}
+        return self._frame("completed", answer["usage"]) | warnings
 
     async def events(
         self, chunks: AsyncGenerator[dict[str, Any], None]
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Yields the events of a stream; the last chunk has the usage."""
+        """Yields the events of a stream whose last chunk has the usage."""
         place = {"item_id": self._item, "output_index": 0, "content_index": 0}
         usage = None
-        for name in ("response.created", "response.in_progress"):
-            yield self._event(name, response=self._frame("in_progress", None))
+        for name in ("created", "in_progress"):
+            yield self._event(name, response=self._frame("in_progress"))
         item = self._message("in_progress") | {"content": []}
-        yield self._event("response.output_item.added", output_index=0, item=item)
-        yield self._event("response.content_part.added", **place, part=self._part(""))
+        yield self._event("output_item.added", output_index=0, item=item)
+        yield self._event("content_part.added", **place, part=self._part())
         async for chunk in chunks:
-            usage = chunk.get("usage") or usage
-            for delta in self._deltas(chunk):
-                yield self._event("response.output_text.delta", **place, delta=delta, logprobs=[])
-        yield self._event("response.output_text.done", **place, text=self._text, logprobs=[])
-        yield self._event("response.content_part.done", **place, part=self._part(self._text))
-        item = self._message("completed")
-        yield self._event("response.output_item.done", output_index=0, item=item)
+            usage = chunk["usage"]
+            for choice in chunk["choices"]:
+                self._reason = choice["finish_reason"]
+                if delta := choice["delta"]["content"]:
+                    self._text += delta
+                    yield self._event("output_text.delta", **place, delta=delta, logprobs=[])
+        yield self._event("output_text.done", **place, text=self._text, logprobs=[])
+        yield self._event("content_part.done", **place, part=self._part())
+        yield self._event("output_item.done", output_index=0, item=self._message("completed"))
         name = "incomplete" if self._reason == "length" else "completed"
-        yield self._event(f"response.{name}", response=self._frame("completed", usage))
-
-    def _deltas(self, chunk: dict[str, Any]) -> Iterator[str]:
-        for choice in chunk["choices"]:
-            self._reason = choice["finish_reason"] or self._reason
-            if text := choice["delta"].get("content"):
-                self._text += text
-                yield text
+        yield self._event(name, response=self._frame("completed", usage))
 
     def _event(self, kind: str, **values: Any) -> dict[str, Any]:
         self._sequence += 1
-        return {"type": kind, "sequence_number": self._sequence - 1, **values}
+        return {"type": f"response.{kind}", "sequence_number": self._sequence - 1, **values}
 
-    def _part(self, text: str) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    def _part(self) -> dict[str, Any]:
+        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}
 
     def _message(self, status: str) -> dict[str, Any]:
-        return {
-            "id": self._item,
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": [self._part(self._text)],
-        }
+        message = {"id": self._item, "type": "message", "role": "assistant", "status": status}
+        return {**message, "content": [self._part()]}
 
-    def _frame(self, status: str, usage: dict[str, Any] | None) -> dict[str, Any]:
+    def _frame(self, status: str, usage: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Returns the response with its status so far."""
         ended, body = status == "completed", self._body
         incomplete = ended and self._reason == "length"
         counts = usage and {

@@ -1,9 +1,9 @@
-"""What a request may hold: the supported part of the OpenAI API, what clients of other local
-servers send, and one key of our own.
+"""Bodies of requests: the supported part of the OpenAI API, keys of other local servers, and the
+key `entropix`.
 
-A key that is null is as good as left out: clients send what they do not use. Keys that play no part
-in the text are accepted, keys that would change its meaning are refused by name, and any other key
-is accepted with a warning.
+A null counts as a missing key, because clients send keys that they do not use. Keys without effect
+on the text are accepted, keys that would change its meaning are refused by name, and all other keys
+are accepted with a warning.
 """
 
 from typing import Annotated, Any, TypeVar
@@ -14,21 +14,21 @@ from pydantic_core import from_json
 from entropix_jax.errors import UserError
 from entropix_jax.text.chat_template import plain_messages
 
-MOST_CHOICES = 128
-MOST_TOP = 20  # alternatives of a token
-MOST_GIVEN = 256  # tokens with which a row goes on
-MOST_ID = 256  # characters of a row's id
-MOST_STOPS = 64
+MAX_TOP = 20  # alternatives of a token
+_MAX_CHOICES = 128
+_MAX_GIVEN = 256  # tokens that begin a continuation
+_MAX_ID = 256  # characters of a row's id
+_MAX_STOPS = 64
 _LARGEST = 2**31 - 1
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-# Keys that play no part in the text: identifiers, hints for other servers, and what is the default.
+# Keys without effect on the text: identifiers, hints for other servers, and defaults.
 _HARMLESS = frozenset(
     """
     metadata parallel_tool_calls prompt_cache_key prompt_cache_retention safety_identifier
     service_tier store user
     """.split()
 )
-# Keys that would change the meaning of an answer, and the values with which they do not.
+# Keys that would change the meaning of an answer, and their values without effect.
 _MEANINGFUL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("tools", "functions"), ([],)),
     "tool_choice": ("none", "auto"),
@@ -48,7 +48,7 @@ _MEANINGFUL: dict[str, tuple[Any, ...]] = {
 }
 
 
-class ApiError(Exception):
+class ApiError(UserError):
     """An error in the API's form, with its HTTP status."""
 
     def __init__(
@@ -60,47 +60,22 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(" ".join(message.splitlines()))
+        super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
         self.headers = headers
 
     def to_json(self) -> dict[str, Any]:
-        """The body of the answer."""
+        """Returns the body of the answer."""
         kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-        kind = kinds.get(
-            self.status, "invalid_request_error" if self.status < 500 else "server_error"
-        )
-        return {
-            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        }
+        other = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {"message": str(self), "type": kinds.get(self.status, other)}
+        return {"error": {**error, "param": self.param, "code": self.code}}
 
 
 class _Object(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-def _as_integer(value: Any) -> Any:
-    """An integral float is an integer, as in JavaScript."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _minus_one_as_none(value: Any) -> Any:
-    """-1 is no limit and no seed, as in llama.cpp; as a seed also in vLLM."""
-    value = _as_integer(value)
-    return None if _is_integer(value) and value == -1 else value
-
-
-def _as_stops(value: Any) -> list[str]:
-    """Texts; an empty one is none."""
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise ValueError("must be a text or a list of texts")
-    stops = [stop for stop in stops if stop]
-    if len(stops) > MOST_STOPS:
-        raise ValueError(f"at most {MOST_STOPS} texts, not {len(stops)}")
-    return stops
 
 
 def _is_integer(value: Any) -> bool:
@@ -111,16 +86,35 @@ def _is_tokens(value: Any) -> bool:
     return isinstance(value, list) and all(_is_integer(one) and one >= 0 for one in value)
 
 
+def _as_integer(value: Any) -> Any:
+    """An integral float is an integer, as in JavaScript."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _minus_one_as_none(value: Any) -> Any:
+    """-1 is no limit and no seed, as in llama.cpp and vLLM."""
+    value = _as_integer(value)
+    return None if _is_integer(value) and value == -1 else value
+
+
+def _as_stops(value: Any) -> list[str]:
+    """A text or a list of texts. Empty ones are ignored."""
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise ValueError("must be a text or a list of texts")
+    stops = [stop for stop in stops if stop]
+    if len(stops) > _MAX_STOPS:
+        raise ValueError(f"at most {_MAX_STOPS} texts, not {len(stops)}")
+    return stops
+
+
 def _as_prompt(value: Any) -> Any:
     """A text, tokens, or a list of either."""
     several = isinstance(value, list) and value and not _is_integer(value[0])
-    for place, one in enumerate(value) if several else [(None, value)]:
+    for place, one in enumerate(value if several else [value]):
         if not isinstance(one, str) and not _is_tokens(one):
-            where = "" if place is None else f"entry {place} "
-            raise ValueError(
-                f"{where}must be a text or a list of token ids"
-                + ("" if several else ", or a list of either")
-            )
+            where, also = (f"entry {place} ", "") if several else ("", ", or a list of either")
+            raise ValueError(f"{where}must be a text or a list of token ids{also}")
     if several and len({isinstance(one, str) for one in value}) > 1:
         raise ValueError("texts and lists of token ids do not go together")
     return value
@@ -134,8 +128,8 @@ def _as_messages(value: Any) -> Any:
         raise ValueError(str(error)) from None
     for number, message in enumerate(messages, start=1):
         if message["role"] not in _ROLES:
-            told = f"unknown role {message['role']!r}, expected one of {', '.join(_ROLES)}"
-            raise ValueError(f"message {number}: {told}")
+            known = f"unknown role {message['role']!r}, expected one of {', '.join(_ROLES)}"
+            raise ValueError(f"message {number}: {known}")
     return messages
 
 
@@ -155,8 +149,8 @@ def _as_format(value: Any) -> Any:
 def _as_given(value: Any) -> Any:
     """One token or several."""
     given = [value] if _is_integer(value) else value
-    if not _is_tokens(given) or not 1 <= len(given) <= MOST_GIVEN:
-        raise ValueError(f"must be a token id or a list of 1 to {MOST_GIVEN}")
+    if not _is_tokens(given) or not 1 <= len(given) <= _MAX_GIVEN:
+        raise ValueError(f"must be a token id or a list of 1 to {_MAX_GIVEN}")
     return given
 
 
@@ -169,26 +163,23 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class From(_Object):
-    """A place within a row that was kept: after its first `position` tokens, with `token` first,
-    one or several."""
+    """A place in a kept row: after its first `position` tokens. The tokens `token` come next."""
 
     row: str
     position: int = Field(ge=0, lt=2**31)
     token: Annotated[list[int], BeforeValidator(_as_given)] = []
 
-    @property
-    def tokens(self) -> list[int]:
-        """The tokens that come first."""
-        return self.token
-
 
 class Own(_Object):
-    """The key `entropix`. `id` names the request's one row, whose draws depend on it and on the
-    seed, `details` are whole records of a trace, `keep` has the rows stay. `escape_special` has
-    control tokens that a prompt or a message spells be ordinary text; by default messages only."""
+    """The key `entropix`.
+
+    `id` names the request's only row, whose random numbers depend on it and on the seed. `details`
+    are whole trace records. `keep` keeps the rows. `escape_special` makes control tokens in a
+    prompt or a message ordinary text, by default only in messages.
+    """
 
     sampler: Annotated[Any, BeforeValidator(_as_sampler)] = None
-    id: Annotated[str, Field(min_length=1, max_length=MOST_ID)] | None = None
+    id: Annotated[str, Field(min_length=1, max_length=_MAX_ID)] | None = None
     tokens: bool = False
     retractions: bool = False
     details: bool = False
@@ -198,14 +189,14 @@ class Own(_Object):
 
 
 class StreamOptions(_Object):
-    """`include_obfuscation` plays no part: nothing is padded."""
+    """`include_obfuscation` has no effect: nothing is padded."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
 class Body(_Object):
-    """What all requests have."""
+    """Keys of all requests."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -214,16 +205,21 @@ class Body(_Object):
 
     @property
     def unknown(self) -> list[str]:
-        """The keys that are not known here, sorted."""
+        """The unknown keys, sorted."""
         return sorted((self.model_extra or {}).keys() - _HARMLESS - _MEANINGFUL.keys())
+
+    @property
+    def warnings(self) -> list[str]:
+        """The warnings of the answer."""
+        return [f"'{key}' is unknown and was ignored" for key in self.unknown]
 
 
 class Generating(Body):
-    """What both kinds of completions have."""
+    """Keys of all completions."""
 
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    n: Integer = Field(1, ge=1, le=MOST_CHOICES)
+    n: Integer = Field(1, ge=1, le=_MAX_CHOICES)
     stop: Annotated[list[str], BeforeValidator(_as_stops)] = Field(default_factory=list)
     ignore_eos: bool = False
     seed: Seed = None
@@ -240,7 +236,7 @@ class Generating(Body):
 
     @property
     def rows(self) -> int:
-        """How many rows are asked for."""
+        """Number of requested rows."""
         return self.n
 
 
@@ -250,11 +246,11 @@ class Completion(Generating):
     prompt: Annotated[Any, BeforeValidator(_as_prompt)] = None
     best_of: Integer | None = None
     echo: bool = False
-    logprobs: Integer | None = Field(None, ge=0, le=MOST_TOP)
+    logprobs: Integer | None = Field(None, ge=0, le=MAX_TOP)
 
     @property
     def prompts(self) -> list[Any]:
-        """The prompts, each a text or tokens. ApiError if there is none."""
+        """The prompts, each a text or tokens. ApiError if there are none."""
         given = self.prompt
         if given is None:
             raise ApiError("prompt: Field required", param="prompt")
@@ -264,7 +260,7 @@ class Completion(Generating):
 
     @property
     def rows(self) -> int:
-        """See `Generating`: `n` of each prompt."""
+        """Number of requested rows, `n` of each prompt."""
         return self.n if self.entropix.begin else len(self.prompts) * self.n
 
 
@@ -274,50 +270,26 @@ class Chat(Generating):
     messages: Annotated[list[dict[str, Any]], BeforeValidator(_as_messages)]
     max_completion_tokens: Budget = None
     logprobs: bool = False
-    top_logprobs: Integer | None = Field(None, ge=0, le=MOST_TOP)
+    top_logprobs: Integer | None = Field(None, ge=0, le=MAX_TOP)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
 class Score(Body):
-    """`/v1/score`: a text, and how many of the likeliest tokens each of its tokens comes with."""
+    """`/v1/score`. `top` is the number of most likely tokens to return for each token."""
 
     input: str
-    top: int = Field(0, ge=0, le=MOST_TOP)
+    top: int = Field(0, ge=0, le=MAX_TOP)
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)
 
 
-class Tokenize(_Object):
-    """`/tokenize`: a text or a chat. `content` is llama.cpp's name for the text."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    prompt: str | None = None
-    content: str | None = None
-    messages: Annotated[list[dict[str, Any]] | None, BeforeValidator(_as_messages)] = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-
-
-class Detokenize(_Object):
-    """`/detokenize`."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    tokens: list[Annotated[int, Field(ge=0)]]
-
-
-AnyObject = TypeVar("AnyObject", bound=_Object)
-
-
-def parse(kind: type[AnyObject], raw: bytes, *, strict: bool = False) -> AnyObject:
+def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
     """Returns a request's body.
 
     Raises:
-        ApiError: it is not JSON or not of this kind, it has a key that would change the meaning of
-            the answer, or, if `strict`, an unknown one.
+        ApiError: it is not JSON or not of this kind, or it has a key that would change the meaning
+            of the answer.
     """
     try:
         values = from_json(raw, allow_inf_nan=False)
@@ -325,38 +297,37 @@ def parse(kind: type[AnyObject], raw: bytes, *, strict: bool = False) -> AnyObje
         raise ApiError(f"the body is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise ApiError("the body must be a JSON object")
-    return parse_values(kind, values, strict=strict)
+    return parse_values(kind, values)
 
 
-def parse_values(kind: type[AnyObject], values: dict[str, Any], *, strict: bool) -> AnyObject:
+def parse_values(kind: type[AnyBody], values: dict[str, Any]) -> AnyBody:
     """Returns the body of a decoded object, see `parse`."""
     values = _without_nulls(values)
     try:
         body = kind.model_validate(values)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=False, include_input=False)
-        # What is not supported first.
+        # Unsupported keys first.
         first = min(errors, key=lambda e: (e["type"] != "extra_forbidden", -len(e["loc"])))
         where = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
-            raise _unsupported(where) from None
-        told = first["msg"].removeprefix("Value error, ")
-        raise ApiError(f"{where}: {told}", param=str(first["loc"][0])) from None
+            raise unsupported(where) from None
+        message = first["msg"].removeprefix("Value error, ")
+        raise ApiError(f"{where}: {message}", param=str(first["loc"][0])) from None
     for key in (body.model_extra or {}).keys() & _MEANINGFUL.keys():
         if values[key] not in _MEANINGFUL[key]:
-            raise _unsupported(key)
-    if strict and isinstance(body, Body) and body.unknown:
-        raise _unsupported(body.unknown[0])
+            raise unsupported(key)
     return body
 
 
-def _unsupported(key: str) -> ApiError:
-    told = f"'{key}' is not supported by this server"
-    return ApiError(told, param=key.partition(".")[0], code="unsupported_parameter")
+def unsupported(key: str, message: str = "") -> ApiError:
+    """Returns the error of a key, or of a value, that is not supported."""
+    message = message or f"'{key}' is not supported by this server"
+    return ApiError(message, param=key.partition(".")[0], code="unsupported_parameter")
 
 
 def _without_nulls(value: Any) -> Any:
-    """The value without keys that are null, in objects within objects and lists, too."""
+    """Returns a value without the keys that are null, at any depth."""
     if isinstance(value, dict):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value

@@ -2,7 +2,7 @@
 compilation cache."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from entropix_jax.engine.preparation import bucket, start_of_text
@@ -11,25 +11,30 @@ from entropix_jax.engine.results import Request, Row
 from entropix_jax.engine.slots import lanes_for
 from entropix_jax.names import SERVED
 from entropix_jax.sampler.mechanisms.branch import BRANCH
-from entropix_jax.serve.schema import Own
-from entropix_jax.serve.wanted import Served
+from entropix_jax.serve.request import GREEDY, PLAIN, ServedModel
 from entropix_jax.serve.worker import Closing, Ticket, Update, Worker
 
 _TOKENS = 2  # per row: the first compiles prefill, the second decoding
 # Tokens of a prompt: one for each size in which prompts to 1000 tokens are read.
 _LENGTHS = (2, 30, 60, 120, 250, 500, 1000)
-_LOOK = 0.2  # seconds between two looks at what compiles
+_LOOK = 0.2  # seconds between two checks of what compiles
 # Steps with both penalties of the API serve rows without them, at less than 2 % of a step's time.
 _PENALTIES = {"repetition.frequency": 1e-6, "repetition.presence": 1e-6}
+# A fork with at least two candidates, whatever the model's probabilities.
+_FORK = {f"arms.{name}": BRANCH.name for name in SERVED} | {
+    "branch.max_share": 1e6,
+    "branch.per_row": 1,
+    "branch.width": 2,
+    "branch.min_p": 0.0,
+    "branch.top_p": 1.0,
+    "branch.depth": 1,
+}
 
 
-async def warm_up(
-    served: Served, worker: Worker, presets: Sequence[str], show: Callable[[str], None]
-) -> None:
-    """Runs rows of the usual prompt lengths by the server's sampler with the API's penalties, one
-    that forks where that sampler may, and one by each of the `presets`. Returns when all their
-    programs are compiled; `show` is called with what compiles. The worker's counts do not include
-    the rows."""
+async def warm_up(served: ServedModel, worker: Worker, show: Callable[[str], None]) -> None:
+    """Compiles the usual programs by running rows: of the usual prompt lengths by the server's
+    sampler with the API's penalties, and one that forks if that sampler can. Calls `show` with the
+    program that compiles. The worker's counts omit the rows."""
     loop, ended = asyncio.get_running_loop(), asyncio.Queue[None]()
 
     def note(updates: list[Update]) -> None:
@@ -44,7 +49,7 @@ async def warm_up(
 
     looking = asyncio.create_task(look())
     try:
-        for requests in _batches(served, min(TOGETHER, worker.most), presets):
+        for requests in _batches(served, min(TOGETHER, worker.most)):
             worker.submit([Ticket(Row(request), loop, note) for request in requests])
             for _ in requests:
                 await ended.get()
@@ -57,10 +62,13 @@ async def warm_up(
     worker.forget()
 
 
-def _batches(served: Served, most: int, presets: Sequence[str] = ()) -> Iterator[list[Request]]:
+def _batches(served: ServedModel, most: int) -> Iterator[list[Request]]:
     """Yields requests to run at the same time, at most `most`."""
     start = start_of_text(served.model)[0]
-    own = served.choose_sampler(Own(), _PENALTIES)
+    own = served.choose_sampler(None, _PENALTIES)
+    # The same programs serve requests with only the API's sampling options.
+    plain = (served.choose_sampler(name) for name in (GREEDY, PLAIN))
+    own = replace(own, others=frozenset().union(*(one.parts.used for one in plain)))
 
     def request(length: int) -> Request:
         return Request([start] * length, own, max_new_tokens=_TOKENS)
@@ -69,17 +77,10 @@ def _batches(served: Served, most: int, presets: Sequence[str] = ()) -> Iterator
     # The second one's text is copied from the first one's slot.
     yield [short, short][:most]
     if lanes_for(own):
-        arms = {f"arms.{name}": BRANCH.name for name in SERVED}
-        # A fork with two candidates at least, whatever the model says.
-        free = {"branch.max_share": 1e6, "branch.per_row": 1, "branch.width": 2}
-        free |= {"branch.min_p": 0.0, "branch.top_p": 1.0, "branch.depth": 1}
-        forks = served.choose_sampler(Own(), {**_PENALTIES, **arms, **free})
-        yield [replace(short, sampler=forks)]
+        yield [replace(short, sampler=served.choose_sampler(None, {**_PENALTIES, **_FORK}))]
     for length in _LENGTHS[1:]:
         if length + _TOKENS <= served.context:
             yield [request(length)]
             # Short prompts that arrive together are read together.
             if may_join(bucket(length, 1), length):
                 yield [request(length - number) for number in range(most)]
-    for name in presets:
-        yield [replace(short, sampler=served.choose_sampler(Own(sampler=name), {}))]

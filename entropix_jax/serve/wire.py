@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic_core import to_json
 from starlette.requests import Request
@@ -11,118 +11,102 @@ from starlette.responses import Response
 
 from entropix_jax.errors import UserError
 from entropix_jax.serve.schema import ApiError
-from entropix_jax.serve.worker import Closing, QueueFull
 
-MOST_BYTES = 4 * 2**20  # of a body
+MAX_BYTES = 4 * 2**20  # of a body
 _SECONDS = 30.0  # for a body to arrive
-WAIT = 3.0  # seconds of a stream without news, until a comment says why
-_GONE = 499  # nobody reads this answer
-
-Result = TypeVar("Result")
-# Caused by a request, or by what others do: no defect.
-EXPECTED = (ApiError, UserError, QueueFull, Closing)
+_QUIET = 3.0  # seconds without an event before a stream's comment
+CLIENT_GONE = 499  # the status of an answer without a reader
 
 
 async def read_body(request: Request) -> bytes:
-    """A JSON body. ApiError if it is too large, too slow, or said to be something else."""
+    """Returns a JSON body. ApiError if it is too large, too slow, or of another content type."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError("the content type must be application/json", status=415)
-    return await read_bytes(request)
-
-
-async def read_bytes(request: Request, most: int = MOST_BYTES) -> bytes:
-    """Any body. ApiError if it is too large, or too slow."""
     body = bytearray()
     try:
         async with asyncio.timeout(_SECONDS):
             async for part in request.stream():
                 body += part
-                if len(body) > most:
-                    raise ApiError(f"the body has more than {most} bytes", status=413)
+                if len(body) > MAX_BYTES:
+                    raise ApiError(f"the body has more than {MAX_BYTES} bytes", status=413)
     except TimeoutError:
         raise ApiError("the body did not arrive", status=408) from None
     return bytes(body)
 
 
 def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """An answer of JSON. What is infinite or no number is null."""
+    """Returns an answer of JSON. NaN and infinite numbers become null."""
     return Response(_json(value), status, headers, "application/json")
 
 
 def error_answer(error: Exception) -> Response:
-    """The answer to a request that fails, see EXPECTED; any other error is a defect."""
-    told = as_api_error(error)
-    return json_answer(told.to_json(), told.status, told.headers)
+    """Returns the answer to a request that fails."""
+    known = as_api_error(error)
+    return json_answer(known.to_json(), known.status, known.headers)
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """An error in the API's form."""
+    """Returns an error in the API's form. All errors but a `UserError` are defects (500)."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UserError):
         return ApiError(str(error))
-    if isinstance(error, QueueFull):
-        told = "too many requests wait: try again later"
-        return ApiError(told, status=429, code="queue_full", headers={"Retry-After": "1"})
-    if isinstance(error, Closing):
-        return ApiError("the server is shutting down", status=503, headers={"Retry-After": "10"})
     return ApiError("the server failed", status=500)
 
 
-def too_late() -> ApiError:
-    """Returns the 503 for requests that timed out."""
-    told = "the request timed out: try again later"
-    return ApiError(told, status=503, code="timeout", headers={"Retry-After": "10"})
-
-
-def event(value: Any) -> bytes:
-    """A server-sent event of JSON, named by its `type` where that is one of the Responses API."""
-    kind = value.get("type")
-    name = b"" if kind is None else f"event: {kind}\n".encode()
-    return name + b"data: " + _json(value) + b"\n\n"
+def timed_out() -> ApiError:
+    """Returns the error (503) of a request that timed out in a queue."""
+    message, wait = "the request timed out: try again later", {"Retry-After": "10"}
+    return ApiError(message, status=503, code="timeout", headers=wait)
 
 
 async def events(
-    values: AsyncGenerator[Any, None], state: Callable[[], str], wait: float = WAIT
+    values: AsyncGenerator[dict[str, Any], None], state: Callable[[], str], quiet: float = _QUIET
 ) -> AsyncIterator[bytes]:
-    """A stream of the API: an event for each value, and for an error; or [DONE] at the end. After
-    each `wait` seconds without a value there is a comment, the `state`."""
+    """Yields server-sent events: one for each value, then [DONE], or an error. After each `quiet`
+    seconds without a value it yields a comment with the `state`."""
     try:
         async with aclosing(values):
             while True:
                 coming = asyncio.ensure_future(anext(values))
                 try:
-                    while not (await asyncio.wait((coming,), timeout=wait))[0]:
+                    while not (await asyncio.wait((coming,), timeout=quiet))[0]:
                         yield f": {state()}\n\n".encode()
                     value = coming.result()
                 except StopAsyncIteration:
                     break
                 finally:
-                    if not coming.done():  # the client has left
+                    if not coming.done():  # the client is gone
                         coming.cancel()
                         await asyncio.wait((coming,))
-                yield event(value)
-    except EXPECTED as error:
-        yield event(as_api_error(error).to_json())
+                yield _event(value)
+    except UserError as error:
+        yield _event(as_api_error(error).to_json())
         return
     yield b"data: [DONE]\n\n"
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """The work's result; the work is cancelled once the client goes away."""
+    """Returns the result of the work, which is cancelled if the client disconnects."""
 
-    async def leave() -> None:
+    async def disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(leave())
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
     try:
-        await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
-        return doing.result() if doing.done() else Response(status_code=_GONE)
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else Response(status_code=CLIENT_GONE)
     finally:
-        doing.cancel()
+        working.cancel()
         leaving.cancel()
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    """Returns a server-sent event. Those of the Responses API are named by their `type`."""
+    name = f"event: {value['type']}\n".encode() if "type" in value else b""
+    return name + b"data: " + _json(value) + b"\n\n"
 
 
 def _json(value: Any) -> bytes:

@@ -1,6 +1,6 @@
 """The resident engine: one thread owns the device, and requests come and go.
 
-What happens to the rows is told to the event loop once for each chunk of steps, not for each token.
+The worker calls the event loop once per row and chunk of steps, not once per token.
 """
 
 import logging
@@ -15,50 +15,57 @@ from typing import Any
 from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.results import Event, Piece, Request, Row
 from entropix_jax.engine.trace import TokenRecord
+from entropix_jax.serve.schema import ApiError
 
 _LOG = logging.getLogger(__name__)
 
 
-class QueueFull(Exception):
+class QueueFull(ApiError):
     """There is no room for a request now."""
 
+    def __init__(self) -> None:
+        message, wait = "too many requests wait: try again later", {"Retry-After": "1"}
+        super().__init__(message, status=429, code="queue_full", headers=wait)
 
-class Closing(Exception):
-    """The worker takes nothing more."""
+
+class Closing(ApiError):
+    """The worker rejects new requests."""
+
+    def __init__(self) -> None:
+        wait = {"Retry-After": "10"}
+        super().__init__("the server is shutting down", status=503, headers=wait)
 
 
 @dataclass(frozen=True)
 class Update:
-    """An `Event` as it was when it happened: its row goes on meanwhile."""
+    """A snapshot of an `Event`, whose row changes meanwhile. `finish_reason` is set in the row's
+    last update."""
 
     token: TokenRecord | None
     pieces: tuple[Piece, ...]
     retracted: bool
-    finish_reason: str | None  # of the row, after its last event
+    finish_reason: str | None
     error: str | None = None
 
 
-Tell = Callable[[list[Update]], None]
-
-
+@dataclass(frozen=True, eq=False)
 class Ticket:
-    """A row that was handed in. `tell` is called in the event loop `loop`."""
+    """A submitted row. The event loop `loop` calls `tell` with its updates."""
 
-    def __init__(self, row: Row, loop: AbstractEventLoop, tell: Tell) -> None:
-        self.row = row
-        self.loop = loop
-        self.tell = tell
+    row: Row
+    loop: AbstractEventLoop
+    tell: Callable[[list[Update]], None]
 
 
 class Worker:
-    """Runs what is handed in, side by side. All methods may be called from any thread.
+    """Runs submitted rows in parallel. All methods may be called from any thread.
 
-    `tokens` counts the committed tokens by regime, `retracted` those taken back, `finished` the
-    rows by the reason of their end, `failures` how often the engine had to start anew.
+    `tokens` counts the committed tokens by regime, `retracted` the retracted ones, `finished` the
+    rows by finish reason, `failures` the restarts of the engine.
     """
 
     def __init__(self, engine: Engine, *, slots: int, queue: int) -> None:
-        """`slots` is the engine's number, `queue` how many rows may wait for one of them."""
+        """`slots` is the engine's number, `queue` the maximum number of waiting rows."""
         self.tokens: Counter[str] = Counter()
         self.finished: Counter[str] = Counter()
         self.retracted = self.failures = 0
@@ -72,7 +79,7 @@ class Worker:
         self._running: dict[int, Ticket] = {}  # by the id of the row
         self._cancelled: list[Ticket] = []
         self._closing = False
-        self._told: dict[Ticket, list[Update]] = {}  # of this chunk, by the worker's thread alone
+        self._updates: dict[Ticket, list[Update]] = {}  # of this chunk
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -81,12 +88,12 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether it takes requests."""
+        """Whether it accepts requests."""
         return self._thread.is_alive() and not self._closing
 
     @property
     def most(self) -> int:
-        """Rows that one request may have."""
+        """Maximum number of rows of a request."""
         return self.slots + self._most
 
     def check(self, request: Request) -> None:
@@ -94,7 +101,7 @@ class Worker:
         self._engine.check(request)
 
     def submit(self, tickets: Sequence[Ticket]) -> None:
-        """Hands in rows whose requests were checked, all or none. QueueFull, or Closing."""
+        """Submits rows whose requests were checked, all or none. QueueFull, or Closing."""
         with self._changed:
             free = max(self.slots - len(self._running), 0)
             self._check_room(len(self._queue) + len(tickets) - free)
@@ -102,8 +109,8 @@ class Worker:
             self._changed.notify()
 
     def call(self, call: Callable[[], Any]) -> "Future[Any]":
-        """Runs a call that needs the device next to the rows, one at a time, in a thread of its
-        own: it may compile. As many may wait as rows. QueueFull, or Closing."""
+        """Runs a call that needs the device next to the rows, one at a time, in a separate thread,
+        because it may compile. As many calls may wait as rows. QueueFull, or Closing."""
         with self._changed:
             self._jobs = [one for one in self._jobs if not one.done()]
             self._check_room(sum(not one.running() for one in self._jobs))
@@ -117,7 +124,7 @@ class Worker:
             raise QueueFull
 
     def cancel(self, ticket: Ticket) -> None:
-        """Ends a row, if it has not ended; its last update follows."""
+        """Ends a row, if it runs or waits. Its last update follows."""
         with self._changed:
             if ticket in self._queue:
                 self._queue.remove(ticket)
@@ -128,14 +135,14 @@ class Worker:
                 self._cancelled.append(ticket)
 
     def stats(self) -> tuple[int, int]:
-        """How many rows run, and how many rows and calls wait."""
+        """Returns the number of running rows, and of waiting rows and calls."""
         with self._changed:
             waiting = sum(not (job.done() or job.running()) for job in self._jobs)
             return len(self._running), len(self._queue) + waiting
 
     @property
     def compiling(self) -> str | None:
-        """The program that compiles, for people; None if none does."""
+        """The name of the program that compiles, if any."""
         return self._engine.compiling
 
     def idle(self) -> bool:
@@ -143,17 +150,17 @@ class Worker:
         return self.stats() == (0, 0) and all(job.done() for job in self._jobs)
 
     def forget(self) -> None:
-        """Counts from here on; nothing runs."""
+        """Resets the counts. Nothing runs."""
         self.tokens.clear()
         self.finished.clear()
         self.retracted = 0
 
     def refuse(self) -> None:
-        """Takes nothing more; what was handed in goes on. A signal handler may call it."""
+        """Rejects new requests; running ones finish. A signal handler may call it."""
         self._closing = True
 
     def close(self) -> None:
-        """Runs what was handed in to its end, then ends the thread."""
+        """Finishes all submitted rows, then ends the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -169,24 +176,24 @@ class Worker:
                     self._note(event, event.row.finish_reason)
                 self._tell()
                 return
-            except BaseException:  # a library's panic is no Exception
+            except BaseException:  # a library's panic is not an Exception
                 _LOG.exception("the engine failed and starts anew")
                 self._fail()
 
     def _fail(self) -> None:
-        """Ends what runs with an error. The engine is as before its run."""
+        """Ends the running rows with an error. The engine is as before its run."""
+        end = Update(None, (), False, "error", "the engine failed, and started anew")
         with self._changed:
             self.failures += 1
+            self.finished["error"] += len(self._running)
             for ticket in self._running.values():
-                end = Update(None, (), False, "error", "the engine failed, and started anew")
-                self._told.setdefault(ticket, []).append(end)
-                self.finished["error"] += 1
+                self._updates.setdefault(ticket, []).append(end)
             self._running.clear()
             self._cancelled.clear()
         self._tell()
 
     def _source(self) -> Iterator[Row | None]:
-        """The rows, None where none waits but others run; it blocks while nothing runs."""
+        """Yields the rows, None if none waits but others run. Blocks while nothing runs."""
         while True:
             ticket = None
             with self._changed:
@@ -199,7 +206,7 @@ class Worker:
             yield None if ticket is None else ticket.row
 
     def _between(self) -> None:
-        """Ends the cancelled rows, and tells what happened in the chunk."""
+        """Ends the cancelled rows and sends the updates of the chunk."""
         with self._changed:
             cancelled, self._cancelled = self._cancelled, []
         for ticket in cancelled:
@@ -216,25 +223,17 @@ class Worker:
             self.retracted += 1
         elif token is not None:
             self.tokens[token.regime] += 1
-        ticket = self._running[id(row)]
         update = Update(token, event.pieces, event.retracted, reason, row.error)
-        self._told.setdefault(ticket, []).append(update)
+        self._updates.setdefault(self._running[id(row)], []).append(update)
         if reason is not None:
             with self._changed:
                 self.finished[reason] += 1
                 del self._running[id(row)]
 
     def _tell(self) -> None:
-        """One call for each event loop."""
-        told, self._told = self._told, {}
-        for loop in {ticket.loop for ticket in told}:
-            own = [(ticket, updates) for ticket, updates in told.items() if ticket.loop is loop]
+        updates, self._updates = self._updates, {}
+        for ticket, own in updates.items():
             try:
-                loop.call_soon_threadsafe(_hand_out, own)
-            except RuntimeError:  # the loop is closed: nobody listens
+                ticket.loop.call_soon_threadsafe(ticket.tell, own)
+            except RuntimeError:  # the loop is closed
                 _LOG.debug("an event loop ended before its requests")
-
-
-def _hand_out(told: Sequence[tuple[Ticket, list[Update]]]) -> None:
-    for ticket, updates in told:
-        ticket.tell(updates)

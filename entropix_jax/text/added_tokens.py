@@ -33,32 +33,36 @@ def read_added_tokens(folder: Path, raw: Mapping[str, Any]) -> list[AddedToken]:
     Raises:
         UserError: a file is no object of tokens.
     """
-    with_id: dict[int, AddedToken] = {}
-    path = folder / "added_tokens.json"
-    if path.is_file():
-        for content, token_id in read_json_object(path).items():
-            token = _added_token(content, token_id, {"normalized": True}, path)
-            with_id[token_id] = token
-    path = folder / "tokenizer_config.json"
-    decoder = raw.get("added_tokens_decoder")
-    if not isinstance(decoder, Mapping | None):
-        raise UserError(f"{path}: 'added_tokens_decoder' must be an object")
-    for key, token in (decoder or {}).items():
+    config = folder / "tokenizer_config.json"
+    added, named = folder / "added_tokens.json", folder / "special_tokens_map.json"
+    decoder = raw.get("added_tokens_decoder") or {}
+    if not isinstance(decoder, Mapping):
+        raise UserError(f"{config}: 'added_tokens_decoder' must be an object")
+    with_id = {
+        token_id: _added_token(content, token_id, {"normalized": True}, added)
+        for content, token_id in read_optional(added).items()
+    }
+    for key, token in decoder.items():
         token_id = int(key) if key.isdecimal() else key
-        with_id[token_id] = _added_token(token, token_id, {}, path)
+        with_id[token_id] = _added_token(token, token_id, {}, config)
     special = {}
-    map_path = folder / "special_tokens_map.json"
-    named = read_json_object(map_path) if map_path.is_file() else {}
-    for origin, values in ((path, raw), (map_path, named)):
+    for path, values in ((config, raw), (named, read_optional(named))):
         for key, value in values.items():
-            if key.endswith("_token") and value is not None and not isinstance(value, bool):
-                special[key] = _added_token(value, None, {"special": True}, origin)
-        for key in ("additional_special_tokens", "extra_special_tokens"):
-            more = values.get(key) or ()
-            for value in more.values() if isinstance(more, Mapping) else more:
-                token = _added_token(value, None, {"special": True}, origin)
-                special[f"{key}: {token.content}"] = token
+            if isinstance(value, bool | None):
+                continue
+            if key in ("additional_special_tokens", "extra_special_tokens"):
+                listed = value if isinstance(value, list) else [value]
+                for one in value.values() if isinstance(value, Mapping) else listed:
+                    token = _added_token(one, None, {"special": True}, path)
+                    special[f"{key}: {token.content}"] = token
+            elif key.endswith("_token"):
+                special[key] = _added_token(value, None, {"special": True}, path)
     return [*(with_id[token_id] for token_id in sorted(with_id)), *special.values()]
+
+
+def read_optional(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds; empty without the file."""
+    return read_json_object(path) if path.is_file() else {}
 
 
 def _added_token(

@@ -24,7 +24,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _STREAMED = re.compile("ByteLevel|Metaspace|(Replace )*(ByteFallback )?Fuse( Strip)?")
 
 
-# GPT-2's alphabet, by byte: printable Latin-1 stands for itself, other bytes for U+0100 and up.
+# GPT-2's alphabet, by byte: printable Latin-1 maps to itself, other bytes to U+0100 and up.
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _OTHERS = sorted(set(range(256)) - _PRINTABLE)
 BYTE_SYMBOLS = tuple(

@@ -1,16 +1,24 @@
 """The tokenizer of a GGUF file, read as the `tokenizer.json` of a folder.
 
-Two kinds are known: byte-level BPE, with a name for how it splits a text before merging, and
-SentencePiece's BPE, whose merges follow from its scores.
+Two kinds are known: byte-level BPE with a named pre-tokenizer, and SentencePiece's BPE, whose
+merges follow from its scores.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from entropix_jax.errors import UserError
-from entropix_jax.text.tokenizer import LLAMA3_SPLIT, Tokenizer, merges_of_ranks, read_settings
+from entropix_jax.text.tokenizer import (
+    BYTES,
+    LLAMA3_SPLIT,
+    Tokenizer,
+    byte_level_rules,
+    merges_of_ranks,
+    read_settings,
+    split_by,
+    tokenizer_json,
+)
 
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # types of tokens
 
@@ -28,23 +36,16 @@ _DEFAULT_SPLITS = (
     r"\p{N}+",
     r"[0-9][0-9][0-9]",
 )
-_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-_GPT2_SPLIT = {**_BYTES, "use_regex": True}
-
-
-def _split(*patterns: str) -> list[dict[str, Any]]:
-    split = {"type": "Split", "behavior": "Isolated", "invert": False}
-    return [*(split | {"pattern": {"Regex": pattern}} for pattern in patterns), _BYTES]
-
+_GPT2_SPLIT = {**BYTES, "use_regex": True}
 
 # Pre-tokenizers by llama.cpp's name for them.
 _SPLITS: Mapping[str, list[dict[str, Any]]] = {
     "gpt-2": [_GPT2_SPLIT],
     "smollm": [{"type": "Digits", "individual_digits": True}, _GPT2_SPLIT],
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe"), _split(LLAMA3_SPLIT)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _split(_QWEN2_SPLIT)),
-    "tekken": _split(_TEKKEN_SPLIT),
-    "default": _split(*_DEFAULT_SPLITS),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe"), split_by(LLAMA3_SPLIT)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), split_by(_QWEN2_SPLIT)),
+    "tekken": split_by(_TEKKEN_SPLIT),
+    "default": split_by(*_DEFAULT_SPLITS),
 }
 # Those for which a word that is a token needs no merge, and a text begins with BOS by default.
 _LLAMA3_LIKE = ("llama-bpe", "llama3", "llama-v3", "tekken")
@@ -58,7 +59,7 @@ def read_tokenizer(
     """Returns the tokenizer in a GGUF file's metadata, and adds to `notes` what a user should know.
 
     Raises:
-        UserError: the kind of tokenizer or split is unknown, or parts are missing or inconsistent;
+        UserError: the tokenizer or pre-tokenizer is unknown, or parts are missing or inconsistent;
             it names `path`.
     """
     prefix = "tokenizer.ggml."
@@ -83,38 +84,28 @@ def read_tokenizer(
     vocab = {token: i for i, token in reversed(list(enumerate(tokens)))}
     if kind == "gpt2":
         if split == "default" and notes is not None:
-            told = "names no split of text before merging: llama.cpp's default is taken, which may "
-            notes.append(f"{path}: '{prefix}pre' {told}not be the model's (convert the model anew)")
+            told = "is missing: llama.cpp's default pre-tokenizer is used, which may differ from"
+            notes.append(f"{path}: '{prefix}pre' {told} the model's (convert the model again)")
         if split not in _SPLITS:
-            told = f"is not known (known: {', '.join(_SPLITS)})"
-            raise UserError(f"{path}: '{prefix}pre': the split {split!r} {told}")
+            problem = f"unknown pre-tokenizer {split!r} (known: {', '.join(_SPLITS)})"
+            raise UserError(f"{path}: '{prefix}pre': {problem}")
         add_bos = split in _LLAMA3_LIKE
-        merges = _read_merges(own, path)
-        rules = {
-            "normalizer": {"type": "NFC"} if split in _NFC else None,
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": _SPLITS[split]},
-            "decoder": _BYTES,
-            "model": {"type": "BPE", "ignore_merges": add_bos, "vocab": vocab, "merges": merges},
-        }
+        options = {"whole_words": add_bos, "nfc": split in _NFC}
+        rules = byte_level_rules(vocab, _read_merges(own, path), _SPLITS[split], **options)
     elif kind == "llama":
         rules, add_bos = _sentencepiece(own, vocab, path), True
     else:
-        told = "is not known (known: gpt2, llama)"
-        raise UserError(f"{path}: '{prefix}model': the tokenizer {kind!r} {told}")
+        raise UserError(f"{path}: '{prefix}model': unknown tokenizer {kind!r} (known: gpt2, llama)")
 
     # Tokens that are matched whole.
     types = own.get("token_type") or []
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [
-        {"id": i, "content": token, **flags, "special": type_ == _CONTROL}
+    added = (
+        (i, token, type_ == _CONTROL)
         for i, (token, type_) in enumerate(zip(tokens, types, strict=False))
         if type_ in (_CONTROL, _USER_DEFINED)
-    ]
-    absent = dict.fromkeys(("truncation", "padding", "post_processor"))
-    tokenizer = {"version": "1.0", "added_tokens": added, **absent, **rules}
+    )
     settings["add_bos_token"] = own.get("add_bos_token", add_bos) and "bos_token" in settings
-    source = json.dumps(tokenizer, ensure_ascii=False).encode()
-    return Tokenizer(path, source, read_settings(settings, path))
+    return Tokenizer(path, tokenizer_json(rules, added), read_settings(settings, path))
 
 
 def _sentencepiece(own: Mapping[str, Any], vocab: Mapping[str, int], path: Path) -> dict[str, Any]:

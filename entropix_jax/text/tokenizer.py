@@ -16,12 +16,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, AnyStr
+from typing import TYPE_CHECKING, Any
 
 from entropix_jax.errors import UserError, check_unicode
-from entropix_jax.host.files import check_own_code, read_bytes, read_json_object, read_text
-from entropix_jax.text.added_tokens import AddedToken, add_tokens, read_added_tokens
+from entropix_jax.host.files import check_own_code, read_bytes, read_text
+from entropix_jax.text.added_tokens import AddedToken, add_tokens, read_added_tokens, read_optional
 from entropix_jax.text.detokenizer import BYTE_SYMBOLS, StreamDecoder, choose_token_bytes, rule_of
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 # The special tokens that follow the ranks; the others of the 256 are reserved.
 _LLAMA3_SPECIAL = (
     *"""
@@ -48,7 +50,7 @@ _LLAMA3_SPECIAL = (
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Loads the tokenizer of a checkpoint folder: `tokenizer.json`, else `tokenizer.model`."""
     path = folder / "tokenizer_config.json"
-    raw = read_json_object(path) if path.is_file() else {}
+    raw = read_optional(path)
     settings = replace(read_settings(raw, path), added=read_added_tokens(folder, raw))
     if (path := folder / "chat_template.jinja").is_file():
         settings = replace(settings, chat_template=read_text(path), chat_template_origin=str(path))
@@ -58,7 +60,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         special = {"bos_token": _LLAMA3_SPECIAL[0], **settings.special_tokens}
         add_bos = settings.add_bos is not False
         settings = replace(settings, special_tokens=special, add_bos=add_bos)
-        return Tokenizer(path, _tokenizer_of_ranks(_read_ranks(path)), settings)
+        return Tokenizer(path, _json_of_ranks(_read_ranks(path)), settings)
     raise UserError(f"{folder}: no tokenizer: neither tokenizer.json nor tokenizer.model is there")
 
 
@@ -106,20 +108,16 @@ class Tokenizer:
         chat_template: Jinja source, None without one.
     """
 
-    def __init__(self, path: Path, source: bytes | tokenizers.Tokenizer, settings: Settings):
-        """`source` is what a tokenizer.json holds, or a tokenizer that puts nothing before a text;
-        errors name `path`."""
+    def __init__(self, path: Path, source: bytes, settings: Settings):
+        """`source` is the content of a tokenizer.json; errors name `path`."""
         import tokenizers
 
         self._path = path
         self._settings = settings
         self.chat_template = settings.chat_template
         with _report_library_errors(f"{path}: not a tokenizer.json"):
-            if isinstance(source, bytes):
-                self._tokenizer = tokenizers.Tokenizer.from_buffer(source)
-                self._tokenizer_within = _without_prefix(self._tokenizer, source)
-            else:
-                self._tokenizer = self._tokenizer_within = source
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(source)
+            self._tokenizer_within = _without_prefix(self._tokenizer, source)
             for tokenizer in (self._tokenizer, self._tokenizer_within):
                 tokenizer.no_truncation()  # such files may hold the settings of a training run
                 tokenizer.no_padding()
@@ -134,9 +132,7 @@ class Tokenizer:
         while self.own_size - 1 in added:
             self.own_size -= 1
         if self.bos_id is not None and self.bos_id >= self.vocab_size:
-            raise UserError(
-                f"{path}: the post-processor puts {self.bos_id}, which is not a token id"
-            )
+            raise UserError(f"{path}: the post-processor adds {self.bos_id}, which is no token id")
 
     def _find_bos(self) -> int | None:
         if self._settings.add_bos is None:
@@ -164,12 +160,15 @@ class Tokenizer:
         return self.token_id(self._settings.special_tokens.get(name, ""))
 
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
-        """The ids of a text; with `add_bos` they start with `bos_id`, where there is one, once.
+        """The ids of a text. With `add_bos` they start with `bos_id`, if there is one, once.
         UserError if the text has surrogates, which stand for bytes that were not UTF-8."""
         ids = self._encode(self._tokenizer, text)
-        if add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
-            ids.insert(0, self.bos_id)
-        return ids
+        return self._after_bos(ids) if add_bos else ids
+
+    def _after_bos(self, ids: list[int]) -> list[int]:
+        if self.bos_id is None or ids[:1] == [self.bos_id]:
+            return ids
+        return [self.bos_id, *ids]
 
     def encode_within(self, text: str) -> list[int]:
         """The ids of a text that continues another one: with nothing before it, neither `bos_id`
@@ -227,7 +226,7 @@ class Tokenizer:
     ) -> str:
         """The text of a conversation, see `chat_template.render_chat`."""
         if self.chat_template is None:
-            told = "it takes plain text alone, no messages and no system message (--no-chat)"
+            told = "it takes only plain text, no messages and no system message (--no-chat)"
             raise UserError(f"this model's tokenizer has no chat template: {told}")
         from entropix_jax.text.chat_template import render_chat
 
@@ -250,8 +249,8 @@ class Tokenizer:
         if not last["content"].strip():
             return self.render_chat(before, variables=variables)
         render = partial(self.render_chat, add_generation_prompt=False, variables=variables)
-        # What the template adds to a message shows behind one that it cannot hold elsewhere. It may
-        # trim the content, whose end stays where it was kept.
+        # A message with a unique content shows what the template adds after it. The template may
+        # trim the content.
         added = render([*before, {**last, "content": _MARK}]).rpartition(_MARK)[2]
         text = render(messages).removesuffix(added)
         if not text.rstrip().endswith(last["content"].strip()):
@@ -280,60 +279,51 @@ class Tokenizer:
         """
         from entropix_jax.text.chat_template import plain_messages
 
-        plain = plain_messages(messages)
-        mark = self._mark_in(plain) if escape else None
-        if mark is not None:
-            try:
-                plain = self._escape(plain, mark)
-            except RecursionError:
-                raise UserError("messages are nested too deeply") from None
+        given = plain_messages(messages)
+        plain, mark = self._escape_all(given) if escape else (given, "")
         if begun:
             text = self.render_begun(plain, variables)
         else:
-            text = self.render_chat(
-                plain, add_generation_prompt=add_generation_prompt, variables=variables
-            )
-        return self.encode(text, add_bos=True) if mark is None else self._encode_marked(text, mark)
-
-    # Control tokens as ordinary text
+            options: Any = {"add_generation_prompt": add_generation_prompt, "variables": variables}
+            text = self.render_chat(plain, **options)
+        if plain == given:
+            return self.encode(text, add_bos=True)
+        return self._encode_marked(text, mark)
 
     def encode_plain(self, text: str, *, add_bos: bool) -> list[int]:
         """The ids of a text whose control tokens are ordinary text."""
         ids = self._encode(self._plain, text)
-        return [self.bos_id, *ids] if add_bos and self.bos_id is not None else ids
+        return self._after_bos(ids) if add_bos else ids
 
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
         """The tokenizer without control tokens."""
-        plain = type(self._tokenizer).from_str(self._tokenizer.to_str())
-        plain.encode_special_tokens = True
-        return plain
+        return _without_special(self._tokenizer)
 
     @cached_property
     def _plain_within(self) -> tokenizers.Tokenizer:
-        """The same for what follows a control token."""
-        rule = rule_of(self._tokenizer.pre_tokenizer)
-        if rule is None or rule.get("prepend_scheme") != "first":
-            return self._plain
-        plain = type(self._tokenizer).from_str(self._tokenizer_within.to_str())
-        plain.encode_special_tokens = True
-        return plain
+        """`_plain` for text after a control token."""
+        rule = rule_of(self._tokenizer.pre_tokenizer) or {}
+        is_first_only = rule.get("prepend_scheme") == "first"
+        return _without_special(self._tokenizer_within) if is_first_only else self._plain
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
         names = [self.token_string(i) or "" for i in self.special_ids]
         longest_first = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
-    def _mark_in(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
-        """Returns a character to mark control tokens with; None if no string spells one."""
-        texts = [*_strings(messages)]
-        if not any(map(self._special.search, texts)):
-            return None
-        return next(mark for mark in map(chr, _NONCHARACTERS) if not any(mark in t for t in texts))
+    def _escape_all(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+        """Returns the messages with a mark within each control token, and the mark: a character
+        that they do not contain."""
+        try:
+            text = json.dumps(messages, ensure_ascii=False, skipkeys=True, default=str)
+            mark = next(mark for mark in map(chr, _NONCHARACTERS) if mark not in text)
+            return self._escape(messages, mark), mark
+        except RecursionError:
+            raise UserError("messages are nested too deeply") from None
 
     def _escape(self, value: Any, mark: str) -> Any:
-        """Returns a JSON value with the mark within each control token of its strings."""
         if isinstance(value, str):
             return self._special.sub(lambda found: f"{found[0][0]}{mark}{found[0][1:]}", value)
         if isinstance(value, Mapping):
@@ -342,37 +332,15 @@ class Tokenizer:
 
     def _encode_marked(self, text: str, mark: str) -> list[int]:
         """The ids of a text whose marked control tokens are ordinary text."""
-        # The library cuts a text at control tokens before anything else, so what lies between two
+        # The library cuts a text at control tokens before anything else, so the text between two
         # can be encoded by itself.
         ids: list[int] = []
-        rest, at = 0, 0
-        ends = [*(found.span() for found in self._special.finditer(text)), (len(text), len(text))]
-        for start, end in ends:
-            if mark in text[at:start]:
-                if rest < at:
-                    ids += self._encode(self._tokenizer, text[rest:at])
-                tokenizer = self._plain_within if at else self._plain
-                ids += self._encode(tokenizer, text[at:start].replace(mark, ""))
-                rest = start
-            at = end
-        if rest < len(text):
-            ids += self._encode(self._tokenizer, text[rest:])
-        if self.bos_id is not None and ids[:1] != [self.bos_id]:
-            ids.insert(0, self.bos_id)
-        return ids
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Yields all strings of a JSON value, keys included."""
-    left = [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, str):
-            yield one
-        elif isinstance(one, Mapping):
-            left += [*one, *one.values()]
-        elif isinstance(one, list):
-            left += one
+        plain = self._plain
+        for is_marked, parts in groupby(self._special.split(text), lambda part: mark in part):
+            part = "".join(parts).replace(mark, "")
+            ids += self._encode(plain if is_marked else self._tokenizer, part)
+            plain = self._plain_within
+        return self._after_bos(ids)
 
 
 @contextmanager
@@ -386,6 +354,12 @@ def _report_library_errors(what: str) -> Iterator[None]:
         if not is_library or isinstance(error, UserError):
             raise
         raise UserError(f"{what}: {error}") from error
+
+
+def _without_special(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    plain = type(tokenizer).from_str(tokenizer.to_str())
+    plain.encode_special_tokens = True
+    return plain
 
 
 def _without_prefix(tokenizer: tokenizers.Tokenizer, source: bytes) -> tokenizers.Tokenizer:
@@ -412,27 +386,51 @@ def _drop_prefix(rule: dict[str, Any] | None) -> dict[str, Any] | None:
     return changed
 
 
-def _tokenizer_of_ranks(ranks: Mapping[bytes, int]) -> tokenizers.Tokenizer:
+def _json_of_ranks(ranks: Mapping[bytes, int]) -> bytes:
     """Llama 3's tokenizer of its byte-pair ranks, with the special tokens after them."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    def spell(token: bytes) -> str:
-        return "".join(BYTE_SYMBOLS[byte] for byte in token)
-
-    merges = [(spell(left), spell(right)) for left, right in merges_of_ranks(ranks)]
-    vocab = {spell(token): rank for token, rank in ranks.items()}
-    # A word that is a token needs no merge, in Meta's reader as with `ignore_merges`.
-    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
-    split = pre_tokenizers.Split(Regex(LLAMA3_SPLIT), "isolated")
-    spelling = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, spelling])
-    tokenizer.decoder = decoders.ByteLevel()
-    special = [AddedToken(name, normalized=False, special=True) for name in _LLAMA3_SPECIAL]
-    tokenizer.add_special_tokens(special)
-    return tokenizer
+    vocab = {"".join(BYTE_SYMBOLS[byte] for byte in token): rank for token, rank in ranks.items()}
+    rules = byte_level_rules(
+        vocab, merges_of_ranks(vocab), split_by(LLAMA3_SPLIT), whole_words=True
+    )
+    special = enumerate(_LLAMA3_SPECIAL, start=len(ranks))
+    return tokenizer_json(rules, ((token_id, token, True) for token_id, token in special))
 
 
-def merges_of_ranks(ranks: Mapping[AnyStr, Any]) -> list[tuple[AnyStr, AnyStr]]:
+def byte_level_rules(
+    vocab: Mapping[str, int],
+    merges: Sequence[tuple[str, str]],
+    splits: Sequence[Mapping[str, Any]],
+    *,
+    whole_words: bool,
+    nfc: bool = False,
+) -> dict[str, Any]:
+    """Byte-level BPE in the form of tokenizer.json. With `whole_words` a word that is a token needs
+    no merge, with `nfc` texts are read in Unicode's composed form."""
+    return {
+        "normalizer": {"type": "NFC"} if nfc else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": splits},
+        "decoder": BYTES,
+        "model": {"type": "BPE", "ignore_merges": whole_words, "vocab": vocab, "merges": merges},
+    }
+
+
+def split_by(*patterns: str) -> list[dict[str, Any]]:
+    """Pre-tokenizers that cut a text by regular expressions, each within the pieces of the one
+    before."""
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    return [*(split | {"pattern": {"Regex": pattern}} for pattern in patterns), BYTES]
+
+
+def tokenizer_json(rules: Mapping[str, Any], added: Iterable[tuple[int, str, bool]]) -> bytes:
+    """A tokenizer.json with these rules and added tokens: id, text, and whether it is special."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    tokens = [{"id": i, "content": text, **flags, "special": special} for i, text, special in added]
+    absent = dict.fromkeys(("truncation", "padding", "post_processor"))
+    whole = {"version": "1.0", "added_tokens": tokens, **absent, **rules}
+    return json.dumps(whole, ensure_ascii=False).encode()
+
+
+def merges_of_ranks(ranks: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Every way to cut a token into two others, in the order of the tokens' ranks."""
     cuts = ((token, token[:at], token[at:]) for token in ranks for at in range(1, len(token)))
     found = [cut for cut in cuts if cut[1] in ranks and cut[2] in ranks]

@@ -1,1 +1,1 @@
-"""What the embedded model is made with: its tokenizer, its text, and the truth to compare with."""
+"""The training of the embedded model: its tokenizer, its text, and the truth to compare with."""

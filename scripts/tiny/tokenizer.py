@@ -11,6 +11,11 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
+from tokenizers import AddedToken, Regex, Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+from tokenizers.processors import TemplateProcessing
+
 from entropix_jax.lab.world.lexicon import BEGIN, END, PATTERN, SPECIALS, TERMINALS
 from entropix_jax.text.detokenizer import BYTE_SYMBOLS
 
@@ -64,67 +69,19 @@ def build_tokenizer() -> dict[str, Any]:
     merges = learn_merges("".join(BYTE_SYMBOLS[byte] for byte in word.encode()) for word in words)
     tokens = [*BYTE_SYMBOLS, *(left + right for left, right in merges)]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    special_ids = {token: len(vocabulary) + index for index, token in enumerate(SPECIALS)}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {
-                "id": index,
-                "content": token,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-            for token, index in special_ids.items()
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [
-                {
-                    "type": "Split",
-                    "pattern": {"Regex": PATTERN},
-                    "behavior": "Isolated",
-                    "invert": False,
-                },
-                {**byte_level, "use_regex": False},
-            ],
-        },
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [_special(BEGIN, 0), _sequence("A", 0)],
-            "pair": [_special(BEGIN, 0), _sequence("A", 0), _special(BEGIN, 1), _sequence("B", 1)],
-            "special_tokens": {
-                BEGIN: {"id": BEGIN, "ids": [special_ids[BEGIN]], "tokens": [BEGIN]},
-            },
-        },
-        "decoder": {**byte_level, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": vocabulary,
-            "merges": [list(merge) for merge in merges],
-        },
-    }
-
-
-def _special(token: str, type_id: int) -> dict[str, Any]:
-    return {"SpecialToken": {"id": token, "type_id": type_id}}
-
-
-def _sequence(name: str, type_id: int) -> dict[str, Any]:
-    return {"Sequence": {"id": name, "type_id": type_id}}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges))
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIALS])
+    split = Split(Regex(PATTERN), "isolated")
+    tokenizer.pre_tokenizer = Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{BEGIN} $A",
+        pair=f"{BEGIN} $A {BEGIN}:1 $B:1",
+        special_tokens=[(BEGIN, tokenizer.token_to_id(BEGIN))],
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    content: dict[str, Any] = json.loads(tokenizer.to_str())
+    content["decoder"]["add_prefix_space"] = False
+    return content
 
 
 def tokenizer_json() -> str:

@@ -10,7 +10,6 @@ import random
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,11 +20,9 @@ from typing import Any
 import fsspec
 import pytest
 
-from entropix_jax.batch import output as output_module
 from entropix_jax.batch.output import Store
 from entropix_jax.batch.records import BadRecord, Record, read_records
 from entropix_jax.batch.run import BatchRun, Defaults, file_name
-from entropix_jax.cli import batch
 from entropix_jax.cli.options import EXIT_OK
 from entropix_jax.errors import UserError
 from entropix_jax.model.checkpoint import fingerprint
@@ -56,7 +53,7 @@ class Place:
         self.running: list[subprocess.Popen[bytes]] = []
         self._own = {"--input": folder / "in.jsonl", "--output": self.output, "--model": model}
         self._own["--slots"] = 4
-        self._environment = {**os.environ, "PYTHONPATH": str(ROOT), **cache}
+        self._cache = {"PYTHONPATH": str(ROOT), **cache}
 
     def write(self, lines: Sequence[Json | str]) -> Path:
         """Writes the input."""
@@ -71,13 +68,19 @@ class Place:
         return [str(part) for part in (*itertools.chain(*own.items()), *given)]
 
     def run(self, *given: object) -> Result:
-        return run_command(batch.main, *self.options(*given))
+        return run_command("batch", *self.options(*given))
 
-    def start(self, *given: object) -> subprocess.Popen[bytes]:
+    def start(self, *given: object, upload_seconds: float = 60.0) -> subprocess.Popen[bytes]:
         """Runs in a process of its own."""
-        command = [sys.executable, "-m", "entropix_jax.batch", *self.options(*given)]
+        code = f"""
+from entropix_jax.__main__ import run_module
+from entropix_jax.batch import output
+output.UPLOAD_SECONDS, output.UPLOAD_RATIO = {upload_seconds}, 1.0
+run_module("batch")
+"""
+        command = [sys.executable, "-c", code, *self.options(*given)]
         streams: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        self.running.append(subprocess.Popen(command, env=self._environment, **streams))
+        self.running.append(subprocess.Popen(command, env=os.environ | self._cache, **streams))
         return self.running[-1]
 
     def complete(self, *given: object) -> None:
@@ -188,7 +191,7 @@ def test_names_of_files() -> None:
 
 
 def test_what_continues_a_run(place: Place) -> None:
-    """The same one, and a longer input; nothing else unless it is asked for."""
+    """The same one, and a longer input; any other run once the sidecar is removed."""
     sampler = place.path / "own.toml"
     sampler.write_text('extends = "greedy"\n')
     own = {"prompt": "Once", "sampler": str(sampler)}
@@ -219,34 +222,16 @@ def test_what_continues_a_run(place: Place) -> None:
     place.write([{"id": "r0", "prompt": "Twice"}])
     told = "line 1 (id 'r0') has a result of another record"
     assert told in refusal(place.run(*options))
-    place.write([{"id": "last", **own}])
-    told = f"line 1 (id 'last'): sampler '{sampler}' is not what it was for earlier results"
-    assert told in refusal(place.run(*options))
     assert place.output.read_bytes() == before
-    assert place.run(*options, "--seed", 1, "--mix").status == EXIT_OK
+    place.write([{"id": "last", **own}])
+    Path(f"{place.output}.run.json").unlink()
+    assert place.run(*options, "--seed", 1).status == EXIT_OK
     results = place.read()
     assert results["first"]["sampler_digest"] != results["last"]["sampler_digest"]
 
 
-def test_a_model_without_tables(place: Place) -> None:
-    """One note says so. Its own tables make another model of it, whose run does not continue."""
-    bare = write_model(place.path / "bare", calibrated=False)
-    place.write([{"prompt": "Once"}, {"prompt": "A time", "sampler": "document-004"}])
-    options = ("--model", bare, "--max-new-tokens", 2)
-    note = "note: the model has no calibration: the generic table is used; "
-    note += f"`entropix-jax calibrate --model {bare}` measures its own\n"
-    for sampler, number in (("entropix", 1), ("min-p", 0)):
-        output = place.path / f"{sampler}.jsonl"
-        result = place.run(*options, "--sampler", sampler, "--output", output)
-        assert (result.status, result.err.count(note)) == (EXIT_OK, number)
-    write_model(bare)
-    output = place.path / "entropix.jsonl"
-    line = refusal(place.run(*options, "--output", output))
-    assert f"{output}: holds another run's results: model_fingerprint was " in line
-
-
-def test_a_model_s_fingerprint(tmp_path: Path) -> None:
-    """Whatever is read of its folder counts."""
+def test_fingerprint_of_a_model(tmp_path: Path) -> None:
+    """All files that are read count."""
     found = {fingerprint(tmp_path)}
     for name in ("config.json", "chat_template.jinja", "tokenizer.model", "a.safetensors"):
         (tmp_path / name).write_text("some")
@@ -266,7 +251,7 @@ BAD = [
 ]
 
 
-def test_bad_records_are_results(place: Place) -> None:
+def test_bad_records_are_results(place: Place, model: LanguageModel) -> None:
     good = [{"id": f"r{i}", "prompt": "Once"} for i in range(3)]
     pipe = place.path / "pipe.toml"
     os.mkfifo(pipe)
@@ -295,14 +280,12 @@ def test_bad_records_are_results(place: Place) -> None:
     assert refusal(place.run(*options)).startswith(f"error: {source}: line 4: ")
     assert place.read()
     assert not any("error" in result for result in place.read().values())
-
-
-def test_a_row_that_fails_is_told(place: Place, model: LanguageModel) -> None:
+    # A row may fail, too.
     end = model.tokenizer.encode("Once", add_bos=False)[-1]
     broken = write_model(place.path / "broken", poisoned(end))
-    place.write([{"id": "a", "prompt": "Once"}])
-    assert place.run("--model", broken).status == EXIT_OK
-    error = place.read()["a"]["error"]
+    place.output.unlink()
+    assert place.run("--model", broken, "--slots", 2).status == EXIT_OK
+    error = place.read()["r0"]["error"]
     assert re.fullmatch(r"NaN or infinite logits at position \d+", error)
 
 
@@ -338,13 +321,11 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--slots", "0"], "--slots must be at least 1, not 0"),
     (["--context", "999"], "--context 999: the model has 120 positions"),
     (["--trace-top", "2"], "--trace-top and --trace-layers need --trace DIR"),
-    (["--merge", "2"], "out.part-00000-of-00002.jsonl"),
-    (["--process", "1"], "--coordinator, --processes and --process need --distributed"),
+    (["--process", "1"], "--processes and --process go together, and need --distributed"),
     (["--distributed", "--input", "-"], "each process reads all of --input"),
-    (["--distributed"], "--distributed: the processes do not meet: "),
-    (["--distributed", "--coordinator", "nonsense"], "nonsense: must be HOST:PORT"),
-    (["--distributed", "--coordinator", "host:70000"], "the port from 1 to 65535"),
-    (["--distributed", "--processes", "2", "--process", "2"], "under --processes 2, not 2"),
+    (["--distributed"], "--distributed: outside a TPU VM or Slurm give --processes and --process"),
+    (["--distributed", "--processes", "2", "--process", "2"], "--process must be at most 1, not 2"),
+    (["--input", "empty.jsonl"], "error: empty.jsonl: holds no records"),
     (["--mesh", "data=3"], "mesh 'data=3': 3 x 1 = 3 devices, but there are 2"),
     (["--slots", "3"], "mesh data=2,model=1: 3 slots cannot be split evenly over data=2"),
     (["--input", "missing.jsonl"], "missing.jsonl"),
@@ -365,6 +346,7 @@ def test_mistakes(
     monkeypatch.chdir(place.path)
     place.write(records(1))
     Path("elsewhere").mkdir()
+    Path("empty.jsonl").write_text("\n \n")
     Path("link.jsonl").symlink_to("elsewhere/data")
     Path("elsewhere/link").symlink_to("../data.jsonl")
     before = set(Path().rglob("*"))
@@ -401,23 +383,39 @@ def test_a_signal_ends_the_run_with_what_is_complete(
     assert all(result["finish_reason"] in ("length", "context") for result in found.values())
 
 
-def test_a_run_that_is_killed_goes_on(place: Place) -> None:
-    """Each id once, and each result as if nothing had happened."""
-    place.write(records(60))
+@pytest.mark.parametrize("where", ["local", "s3"])
+def test_a_run_that_is_killed_goes_on(
+    place: Place, where: str, request: pytest.FixtureRequest
+) -> None:
+    """From a file to a file, or from a bucket to a bucket: each id once, and each result as if
+    nothing had happened."""
+    folder = place.path if where == "local" else request.getfixturevalue(where)
+    output = f"{folder}/killed.jsonl"
+    fs, path = fsspec.core.url_to_fs(output)
+
+    def count() -> int:
+        fs.invalidate_cache()
+        return fs.cat_file(path).count(b"\n") if fs.exists(path) else 0
+
+    source = place.write([*records(60), BAD[0][0]])
+    if where != "local":
+        fs.put_file(str(source), f"{folder}/in.jsonl")
+    options = (*LONG, "--output", output, "--input", f"{folder}/in.jsonl")
     rng = random.Random(1)
-    done = 0
-    for _ in range(3):
-        process = place.start(*LONG)
-        wait_for(place.output, done + rng.randint(1, 12), process)
+    for number in (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM):
+        process, wanted = place.start(*options, upload_seconds=0.2), count() + rng.randint(1, 12)
+        end = time.monotonic() + PATIENCE
+        while process.poll() is None and count() < wanted:
+            assert time.monotonic() < end
+            time.sleep(0.05)
         time.sleep(rng.random() / 10)
-        process.kill()
+        process.send_signal(number)
         process.communicate()
-        done = place.output.read_bytes().count(b"\n")
-    assert 0 < done < 60
+    assert 0 < count() < 61
+    place.complete(*options)
     place.complete(*LONG)
-    other = place.path / "other.jsonl"
-    place.complete(*LONG, "--output", other)
-    assert same(place.read(), place.read(other))
+    fs.get_file(path, place.path / "theirs.jsonl")
+    assert same(place.read(place.path / "theirs.jsonl"), place.read())
 
 
 @pytest.mark.parametrize("what", ["waiting", "refused", "done"])
@@ -454,90 +452,29 @@ def test_a_run_stops_between_records(model: LanguageModel, what: str) -> None:
     assert looks < 60
 
 
-# Buckets and hosts
+# Hosts
 
 
-def test_from_a_bucket_to_a_bucket(place: Place, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ended on the way, and gone on with: the same results as from a file to a file."""
-    files = fsspec.filesystem("s3")
-    files.put_file(place.write([*records(20), BAD[0][0]]), f"{s3}/in.jsonl")
-    monkeypatch.setattr(output_module, "PART_RECORDS", 4)
-    write, written = Store.write, itertools.count(1)
-
-    def ended_after_nine(*arguments: Any) -> None:
-        write(*arguments)
-        if next(written) == 9:
-            signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(Store, "write", ended_after_nine)
-    length = ("--max-new-tokens", 12)
-    run = ("--input", f"{s3}/in.jsonl", "--output", f"{s3}/out.jsonl", *length)
-    assert place.run(*run).status == 143
-    files.invalidate_cache()
-    assert not files.exists(f"{s3}/out.jsonl")
-    assert len(files.ls(f"{s3}/out.jsonl.parts")) == 3
-    assert "note: 9 records done already" in place.run(*run).err
-    files.invalidate_cache()
-    assert not files.exists(f"{s3}/out.jsonl.parts")
-    files.get_file(f"{s3}/out.jsonl", place.path / "theirs.jsonl")
-    assert place.run(*length).status == EXIT_OK
-    results = place.read(place.path / "theirs.jsonl")
-    assert len(results) == 21
-    assert same(results, place.read())
-
-
-def meeting() -> tuple[str, ...]:
-    """Options of two processes that meet on this machine."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    return "--distributed", "--coordinator", address, "--processes", "2"
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_wait_for_others_ends_at_once(place: Place, number: signal.Signals) -> None:
-    """And leaves nobody behind."""
-    place.write(records(1))
-    process = place.start(*meeting(), "--process", 0)
-    end = time.monotonic() + PATIENCE
-    tasks = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    while not (children := tasks.read_text().split()):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    process.send_signal(number)
-    assert process.wait(10) == (-number if number == signal.SIGKILL else 128 + number)
-    while any(Path(f"/proc/{child}").exists() for child in children):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def test_two_processes_do_what_one_does(place: Place) -> None:
+def test_two_processes_do_what_one_does(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each needs its index and their number only. Their parts joined are a batch's output."""
     place.write([*records(9), BAD[0][0]])
     length = ("--max-new-tokens", 8)
-    shared = meeting()
-    for process in [place.start(*length, *shared, "--process", i) for i in range(2)]:
-        _, err = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 0, err
+    assert place.run(*length, "--distributed", "--processes", 2, "--process", 0).status == EXIT_OK
+    for name, value in {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert place.run(*length, "--distributed").status == EXIT_OK
     parts = sorted(place.path.glob("out.part-*.jsonl"))
     assert [path.read_bytes().count(b"\n") for path in parts] == [5, 5]
     assert not place.output.exists()
-    told = f"{place.output}: 10 records of 2 parts joined\n"
-    assert place.run("--merge", 2) == Result(EXIT_OK, "", told)
+    place.output.write_bytes(b"".join(path.read_bytes() for path in parts))
+    assert "note: 10 records done already" in place.run(*length).err
     alone = place.path / "alone.jsonl"
     assert place.run("--output", alone, *length).status == EXIT_OK
     assert same(place.read(), place.read(alone))
-    # Told its number and how many there are, a process meets nobody and runs alone.
-    again = place.run(*length, "--distributed", "--processes", 2, "--process", 1)
-    assert "note: 5 records done already" in again.err
-    # A part that lacks a result is not joined.
-    parts[1].write_bytes(b"".join(parts[1].read_bytes().splitlines(keepends=True)[:-1]))
-    place.output.unlink()
-    assert "1 of 10 records" in refusal(place.run("--merge", 2))
-    assert not place.output.exists()
 
 
 def test_the_script_for_a_tpu_vm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a gcloud that says what it was asked for: one command, and no other."""
+    """With a gcloud that prints its arguments: one command, and no other."""
     fake = tmp_path / "gcloud"
     fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     fake.chmod(0o755)
@@ -548,17 +485,13 @@ def test_the_script_for_a_tpu_vm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return subprocess.run([script, *arguments], capture_output=True, text=True, check=False)
 
     own = ["--input", "gs://b/in.jsonl", "--output", "gs://b/o.jsonl", "--stop", "it's; rm -rf"]
-    asked = run("pod", "us-central1-a", *own)
-    assert asked.returncode == 0, asked.stderr
-    *words, command = asked.stdout.splitlines()
-    assert (
-        words == "compute tpus tpu-vm ssh pod --zone us-central1-a --worker=all --command".split()
-    )
-    start = "cd entropix_jax && .venv/bin/python -m entropix_jax.batch --distributed".split()
-    assert shlex.split(command) == [*start, *own]
-    for given, wanted in {"~/x y": "x y", "/opt/x": "/opt/x"}.items():
+    for given, folder in {"": "entropix_jax", "~/x y": "x y", "/opt/x": "/opt/x"}.items():
         monkeypatch.setenv("ENTROPIX_DIR", given)
-        assert shlex.split(run("pod", "z").stdout.splitlines()[-1])[1] == wanted
+        *words, command = run("pod", "us-central1-a", *own).stdout.splitlines()
+        asked = "compute tpus tpu-vm ssh pod --zone us-central1-a --worker=all --command"
+        assert words == asked.split()
+        start = ".venv/bin/python -m entropix_jax.batch --distributed".split()
+        assert shlex.split(command) == ["cd", folder, "&&", *start, *own]
     usage = run("pod")
     assert usage.returncode == 2
     assert "scripts/tpu_vm_batch.sh NAME ZONE --input" in usage.stderr

@@ -1,4 +1,4 @@
-"""The command: turns and commands from a script, what goes where, a real terminal, Ctrl-C."""
+"""A conversation in the terminal: each answer is what `generate` gives for its messages."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import select
 import signal
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import entropix_jax
-from entropix_jax.chat.command import main
-from entropix_jax.chat.dialogue import Dialogue
-from entropix_jax.chat.lines import Lines
-from entropix_jax.cli import generate
-from entropix_jax.errors import UserError
+from entropix_jax.chat import session
+from entropix_jax.chat.session import Session
+from entropix_jax.engine.generation import Generation
+from entropix_jax.model import loading
 from entropix_jax.model.loading import LanguageModel
+from entropix_jax.text.tokenizer import Tokenizer
 from tests.support.commands import Result, one_error, run_command
 from tests.support.terminals import ESCAPE
 from tests.support.traces import read_trace
@@ -37,16 +37,72 @@ SHORT = ("--model", "tiny", "--max-new-tokens", 16, "--context", 512)
 Chat = Callable[..., Result]
 
 
+def set_input(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "ascii"))
+
+
 @pytest.fixture
 def chat(monkeypatch: pytest.MonkeyPatch) -> Chat:
     """Runs the command on some lines of standard input."""
 
     def run(*lines: str, options: tuple[object, ...] = ()) -> Result:
-        data = "".join(f"{line}\n" for line in lines).encode()
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "ascii"))
-        return run_command(main, *SHORT, *options)
+        set_input(monkeypatch, "".join(f"{line}\n" for line in lines).encode())
+        return run_command("chat", *SHORT, *options)
 
     return run
+
+
+@pytest.fixture
+def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Session]:
+    """The sessions that the command has run."""
+    seen: list[Session] = []
+    run = Session.run
+
+    def record(self: Session) -> int:
+        seen.append(self)
+        return run(self)
+
+    monkeypatch.setattr(Session, "run", record)
+    return seen
+
+
+@pytest.fixture
+def typing(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> Chat:
+    """Runs the command on lines that somebody types."""
+    typed: list[str] = []
+
+    def read(prompt: str) -> str:
+        if not typed:
+            raise EOFError
+        return typed.pop(0)
+
+    def run(*lines: str, **options: Any) -> Result:
+        typed[:] = lines
+        return chat(**options)
+
+    monkeypatch.setattr(session, "is_terminal", lambda stream: True)
+    monkeypatch.setattr("builtins.input", read)
+    return run
+
+
+@pytest.fixture
+def press(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Has somebody press Ctrl-C during an answer, by its index, after a number of its events."""
+    iterate = Generation._iterate
+    answers = iter(range(100))
+    times: dict[int, int] = {}
+
+    def pressed(self: Generation) -> Iterator[Any]:
+        after = times.get(next(answers))
+        if after == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        for number, event in enumerate(iterate(self), start=1):
+            if number == after:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield event
+
+    monkeypatch.setattr(Generation, "_iterate", pressed)
+    return times.__setitem__
 
 
 def expected(model: LanguageModel, *said: str, seed: int = 0, **options: Any) -> str:
@@ -56,60 +112,84 @@ def expected(model: LanguageModel, *said: str, seed: int = 0, **options: Any) ->
     return entropix_jax.generate(model, messages, seed=seed, max_new_tokens=16, **options)[0].text
 
 
-def test_a_script_talks(chat: Chat, tiny: LanguageModel) -> None:
-    lines = (" Hello", "", "Where is Rita?", "/retry", "/back", "Who\\", "are you?")
+def test_a_script_talks(chat: Chat, tiny: LanguageModel, sessions: list[Session]) -> None:
+    lines = (" Hello", "", "Where is Rita?", "/retry", "/retry", "/back", "Who\\", "are you?")
     first = expected(tiny, "Hello")
     second = expected(tiny, "Hello", first, "Where is Rita?")
-    again = expected(tiny, "Hello", first, "Where is Rita?", seed=1)
+    again = [expected(tiny, "Hello", first, "Where is Rita?", seed=seed) for seed in (1, 2)]
     other = expected(tiny, "Hello", first, "Who\nare you?")
     result = chat(*lines)
     assert result.status == 0
-    assert result.out == f"{first}\n{second}\n{again}\n{other}\n"
-    one, two, three, back, four = result.err.splitlines()
-    assert re.fullmatch(r"\d+ tokens \(\d+ tok/s\) \| \d\.\d\d bits \| certain .* 20/512", one)
-    assert "seed" not in two + four
-    assert " | seed 1" in three
-    assert back == "taken back: Where is Rita? (1 left)"
+    assert result.out == "".join(f"{text}\n" for text in (first, second, *again, other))
+    one, two, three, four, back, five = result.err.splitlines()
+    assert re.fullmatch(r"\d+ tokens \(\d+ tok/s\) \| certain .* \| eos \| context 20/512", one)
+    assert "seed" not in two + five
+    assert three.endswith(" | seed 1")
+    assert four.endswith(" | seed 2")
+    assert back == "taken back: Where is Rita?"
     quiet = chat(*lines[:3], options=("--quiet", "--system", "Be kind."))
     assert quiet.err == ""
     assert len(quiet.out.splitlines()) == 2
 
 
+def test_only_what_is_new_is_read(chat: Chat, tiny: LanguageModel, sessions: list[Session]) -> None:
+    chat("Hello", "Where is Rita?", "/retry")
+    (only,) = sessions
+    ids = tiny.tokenizer.apply_chat(only.messages[:-1])
+    assert only._engine.read < len(ids)
+
+
+@pytest.mark.parametrize("events", [0, 2])
+def test_an_answer_that_is_stopped(
+    typing: Chat,
+    tiny: LanguageModel,
+    sessions: list[Session],
+    press: Callable[[int, int], None],
+    events: int,
+) -> None:
+    """It stays, and the next one is whole. Without a word nothing changes."""
+    press(0, events)
+    result = typing("Once upon a time", "Hello", "Who is Rita?")
+    assert (result.status, len(result.out.splitlines())) == (0, 2 + (events > 0))
+    told = [message["content"] for message in sessions[0].messages]
+    assert (len(told), told[-2]) == (6 if events else 4, "Who is Rita?")
+    assert told[-1] == expected(tiny, *told[:-1])
+    if events:
+        whole = expected(tiny, "Once upon a time")
+        assert 0 < len(told[1]) < len(whole)
+        assert whole.startswith(told[1])
+
+
+def test_ctrl_c_ends_a_script(chat: Chat, press: Callable[[int, int], None]) -> None:
+    """What is written stays, and the status says so."""
+    press(1, 2)
+    whole = chat("Once upon a time", options=("--quiet",)).out
+    result = chat("Once upon a time", "Hello", options=("--quiet",))
+    assert result.status == 130
+    assert result.out
+    assert whole.startswith(result.out[:-1])
+    assert result.out != whole
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_samplers_and_settings(chat: Chat, tiny: LanguageModel) -> None:
-    result = chat(
-        "/sampler",
-        "/set base.temperature=2",
-        "/set sampler.base.min_p=0.01",
-        "/set base.temperature = 3",
-        "Hello",
-        "/sampler greedy",
-        "/set seed=7",
-        "/set max_new_tokens=3",
-        "/system Sing.",
-        "/system",
-        "Hello again",
-        options=("--sampler", "min-p", "--set", "sampler.base.min_p=0.2", "--quiet"),
+    lines = (
+        "/sampler;/set base.temperature=2;/set sampler.base.min_p=0.01;/set base.temperature = 3"
     )
-    hot = entropix_jax.load_sampler("min-p").with_values(
-        {"base.temperature": 3, "base.min_p": 0.01}
-    )
+    lines += ";Hello;/sampler greedy;/system Sing.;/system;Hello again"
+    options = ("--sampler", "min-p", "--set", "sampler.base.min_p=0.2", "--quiet")
+    result = chat(*lines.split(";"), options=options)
+    values = {"base.temperature": 3, "base.min_p": 0.01}
+    hot = entropix_jax.load_sampler("min-p").with_values(values)
     first = expected(tiny, "Hello", sampler=hot)
-    assert result.out.startswith(f"{first}\n")
-    messages = [
-        {"role": "user", "content": "Hello"},
-        {"role": "assistant", "content": first},
-        {"role": "user", "content": "Hello again"},
-    ]
-    (row,) = entropix_jax.generate(tiny, messages, "greedy", max_new_tokens=3)
-    assert result.out == f"{first}\n{row.text}\n"
+    second = expected(tiny, "Hello", first, "Hello again", sampler="greedy")
+    assert result.out == f"{first}\n{second}\n"
     assert result.err.splitlines() == [
-        "sampler min-p: base.min_p=0.2, seed=0, max_new_tokens=16",
-        "sampler min-p: base.min_p=0.2, base.temperature=2, seed=0, max_new_tokens=16",
-        "sampler min-p: base.temperature=2, base.min_p=0.01, seed=0, max_new_tokens=16",
-        "sampler min-p: base.min_p=0.01, base.temperature=3, seed=0, max_new_tokens=16",
-        "sampler greedy: seed=0, max_new_tokens=16",
-        "sampler greedy: seed=7, max_new_tokens=16",
-        "sampler greedy: seed=7, max_new_tokens=3",
+        "sampler min-p sampler.base.min_p=0.2",
+        "sampler min-p sampler.base.min_p=0.2 sampler.base.temperature=2",
+        "sampler min-p sampler.base.temperature=2 sampler.base.min_p=0.01",
+        "sampler min-p sampler.base.min_p=0.01 sampler.base.temperature=3",
+        "sampler greedy",
         "the system message is set",
         "there is no system message any more",
     ]
@@ -133,7 +213,7 @@ def test_saved_and_taken_up_again(chat: Chat, tmp_path: Path) -> None:
     names[0].write_text(json.dumps(messages[:3]))
     assert chat("/retry", options=("--messages", names[0])).out.startswith(f"{second}\n")
     short = ("--model", "tiny", "--max-new-tokens", 16)
-    assert run_command(generate.main, "--messages", names[0], *short).out == f"{second}\n"
+    assert run_command("generate", "--messages", names[0], *short).out == f"{second}\n"
 
 
 @pytest.mark.parametrize(
@@ -142,17 +222,15 @@ def test_saved_and_taken_up_again(chat: Chat, tmp_path: Path) -> None:
         ("/bak", "no command '/bak', did you mean '/back'? (/help lists them"),
         ("/retry", "there is no turn yet"),
         ("/retry now", "/retry takes no argument"),
-        ("/set base.temperature", "/set base.temperature: expected KEY=VALUE"),
+        ("/set base.temperature", "sampler.base.temperature: expected sampler.KEY=VALUE"),
         ("/set base.temprature=1", "did you mean 'base.temperature'"),
         ("/set base.temperature=hot", "base.temperature"),
-        ("/set seed=one", "seed must be a whole number, not 'one'"),
-        ("/set max_new_tokens=0", "max_new_tokens must be at least 1"),
         ("/sampler grady", "did you mean 'greedy'"),
         ("/save", "its name ends in .json, .jsonl or .html"),
         ("/save chat.txt", "its name ends in .json, .jsonl or .html"),
         ("/save /nowhere/chat.json", "no folder /nowhere"),
-        ("/save last.html", "there is no turn yet"),
-        ("word " * 600, "the context is full"),
+        ("/save last.html", "there is no answer of this session to save"),
+        ("word " * 600, "the context is full: "),
     ],
 )
 def test_a_script_ends_at_a_mistake(
@@ -187,50 +265,41 @@ def test_damaged_messages(chat: Chat, tmp_path: Path) -> None:
         one_error(chat("Hello", options=("--messages", path)), told)
 
 
-def test_lines_of_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = "one\r\n\ntwo\\\nthree\\\n\\\\\n\nfünf\\".encode()
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "ascii"))
-    lines = Lines()
-    assert [*iter(lines.read, None)] == ["one", "", "two\nthree\n\\\n", "fünf"]
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), "ascii"))
-    with pytest.raises(UserError, match="not UTF-8 at byte 0"):
-        Lines().read()
+def test_lines_of_a_script(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch, sessions: list[Session]
+) -> None:
+    taken: list[str] = []
+    monkeypatch.setattr(Session, "_take", lambda self, line: taken.append(line))
+    set_input(monkeypatch, "one\r\n\ntwo\\\nthree\\\n\\\\\n\nfünf\\".encode())
+    assert run_command("chat", *SHORT).status == 0
+    assert taken == ["one", "", "two\nthree\n\\\n", "fünf"]
+    set_input(monkeypatch, b"\xff\n")
+    one_error(run_command("chat", *SHORT), "standard input: not UTF-8")
     monkeypatch.setattr(sys, "stdin", None)
-    with pytest.raises(UserError, match="standard input is closed"):
-        Lines().read()
+    one_error(run_command("chat", *SHORT), "standard input is closed")
 
 
-def test_ctrl_c_ends_a_script(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written stays, and the status says so."""
-    whole = chat("Once upon a time", options=("--quiet",)).out
-    run = Dialogue.run
-
-    def pressed(self: Dialogue, turn: Any) -> Iterator[Any]:
-        for number, event in enumerate(run(self, turn)):
-            if number == 1:
-                os.kill(os.getpid(), signal.SIGINT)
-            yield event
-
-    monkeypatch.setattr(Dialogue, "run", pressed)
-    result = chat("Once upon a time", "Hello", options=("--quiet",))
-    assert result.status == 130
-    assert result.out
-    assert whole.startswith(result.out[:-1])
-    assert result.out != whole
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+def test_a_model_without_a_template(
+    chat: Chat, tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = replace(tiny.tokenizer._settings, chat_template=None)
+    path = tiny.folder / "tokenizer.json"
+    plain = replace(tiny, tokenizer=Tokenizer(path, path.read_bytes(), settings))
+    monkeypatch.setattr(loading, "load", lambda *_, **options: plain)
+    one_error(chat("Hello"), "no chat template: it cannot chat")
 
 
 class Typist:
     """Types into a chat on a terminal of its own, and reads along."""
 
-    def __init__(self, process: subprocess.Popen[bytes], far: int) -> None:
-        self.process = process
-        self._far = far
+    def __init__(self) -> None:
+        self._far, near = pty.openpty()
+        command = [sys.executable, "-m", "entropix_jax.chat", *map(str, SHORT)]
+        files: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), near)
+        environment = {**os.environ, "TERM": "xterm-256color"}
+        self.process = subprocess.Popen(command, **files, env=environment, start_new_session=True)
+        os.close(near)
         self.shown = ""
-
-    def keeps_typed_text(self) -> bool:
-        """Whether the terminal keeps typed text when Ctrl-C is pressed."""
-        return bool(termios.tcgetattr(self._far)[3] & termios.NOFLSH)
 
     def type(self, text: str, until: str) -> str:
         """Types, waits until a text is shown, and returns what was shown since, without colours."""
@@ -249,17 +318,11 @@ class Typist:
 
 @pytest.fixture
 def typist() -> Iterator[Typist]:
-    far, near = pty.openpty()
-    command = [sys.executable, "-m", "entropix_jax.chat", *map(str, SHORT)]
-    environment = {**os.environ, "TERM": "xterm-256color"}
-    process = subprocess.Popen(
-        command, stdin=near, stdout=near, stderr=near, env=environment, start_new_session=True
-    )
-    os.close(near)
-    yield Typist(process, far)
-    process.kill()
-    process.wait()
-    os.close(far)
+    typist = Typist()
+    yield typist
+    typist.process.kill()
+    typist.process.wait()
+    os.close(typist._far)
 
 
 def test_at_a_terminal(typist: Typist) -> None:
@@ -275,15 +338,12 @@ def test_at_a_terminal(typist: Typist) -> None:
     time.sleep(0.5)  # readline misses a signal that comes within the last key
     typist.process.send_signal(signal.SIGINT)
     typist.type("", "> ")
-    assert typist.type("\x1b[A", "half a line"), "the up key brings it back"
-    assert "/save FILE" in typist.type("\x15/help\n", "\n> ")
-    assert typist.keeps_typed_text()
+    assert "/save FILE" in typist.type("/help\n", "\n> ")
     # What is pasted is one message.
     pasted = typist.type("\x1b[200~one\ntwo\x1b[201~\n", "\n> ")
     assert pasted.count("tok/s") == 1
-    assert "taken back: one two (1 left)" in typist.type("/back\n", "\n> ")
+    assert "taken back: one two" in typist.type("/back\n", "\n> ")
     typist.type("\x04", "never")
     assert typist.process.wait(timeout=PATIENCE) == 0
-    assert not typist.keeps_typed_text()
     assert ESCAPE.search(typist.shown)
     assert "Traceback" not in typist.shown

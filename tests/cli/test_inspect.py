@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from entropix_jax.cli import inspect as command_module
+from entropix_jax.__main__ import main
 from entropix_jax.engine import score as scoring
 from entropix_jax.engine.preparation import PREFILL_WINDOW
 from entropix_jax.engine.score import ScoredToken, score_tokens
 from entropix_jax.engine.state import Recording
 from entropix_jax.errors import UserError
-from entropix_jax.lab.likelihood import measure_entropies
 from entropix_jax.model import cache
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.sampler.presets import load_sampler
@@ -49,12 +49,6 @@ def scored(
     model: LanguageModel, tokens: list[int], sampler: Sampler, **options: Any
 ) -> Iterator[ScoredToken]:
     return score_tokens(model, tokens, calibrated(model, sampler), **options)
-
-
-def entropies(
-    model: LanguageModel, texts: list[list[int]], sampler: Sampler, **options: Any
-) -> dict[str, np.ndarray]:
-    return measure_entropies(model, texts, calibrated(model, sampler), **options)
 
 
 def test_the_numbers_are_those_of_the_formulas(model: LanguageModel) -> None:
@@ -98,17 +92,6 @@ def test_it_is_what_a_run_says_of_its_own_text(model: LanguageModel) -> None:
         assert same.agreement == pytest.approx(token.agreement, abs=1e-4)
 
 
-def test_a_bound_on_the_variance_along_the_text(model: LanguageModel) -> None:
-    """In a run and in a given text: it is compared with what stands in the token's record."""
-    bound = {"regimes.lelv": ["sequence_varentropy < 0.2"]}
-    sampler = load_sampler("temperature").with_values(bound)
-    (row,) = run_specs(model, [Spec(text_of(9), "0", 60)], sampler, ignore_eos=True).run()
-    for tokens in (row.tokens, [*scored(model, text_of(90), sampler)]):
-        below = [token.sequence_varentropy < 0.2 for token in tokens]
-        assert [token.regime == "lelv" for token in tokens] == below
-        assert 0 < sum(below) < len(below)
-
-
 @pytest.mark.parametrize(("length", "context"), [(2, 40), (40, 40), (41, 40), (100, 40), (97, 7)])
 def test_a_long_text_is_read_in_segments(model: LanguageModel, length: int, context: int) -> None:
     """Each token once, after at least half the context, and as a text of its own would say."""
@@ -128,42 +111,23 @@ def test_a_long_text_is_read_in_segments(model: LanguageModel, length: int, cont
 
 def test_chunks_change_nothing(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [token.entropy for token in scored(model, text_of(100), QUADRANTS)]
-    monkeypatch.setattr(scoring, "chunk_size", lambda *arguments: 16)
+    sizes = Mock(return_value=16)
+    monkeypatch.setattr(scoring, "chunk_size", sizes)
     found = [token.entropy for token in scored(model, text_of(100), QUADRANTS)]
     np.testing.assert_allclose(found, expected, atol=1e-4)
+    sizes.assert_called()
 
 
 def test_memory_does_not_grow_with_the_text(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The largest cache that is ever made holds the context and no more."""
-    made: list[int] = []
-    init = cache.init_cache
-
-    def record(*arguments: object) -> object:
-        new = init(*arguments)  # type: ignore[arg-type]
-        made.append(new.capacity)
-        return new
-
-    monkeypatch.setattr(scoring, "init_cache", record)
+    """No cache is larger than the smallest one that holds the context."""
+    made = Mock(wraps=cache.init_cache)
+    monkeypatch.setattr(scoring, "init_cache", made)
     list(scored(model, text_of(700), QUADRANTS, context=64))
-    assert len(made) > 10
-    assert max(made) == PREFILL_WINDOW
-    entropies(model, [text_of(700)], QUADRANTS, context=64)
-    assert max(made) == PREFILL_WINDOW
-
-
-def test_texts_side_by_side(model: LanguageModel) -> None:
-    """What calibration reads: the same numbers, text by text."""
-    texts = [text_of(n, seed=n) for n in (30, 2, 75, 1, 12, 130, *range(20, 34))]
-    points = entropies(model, texts, QUADRANTS, context=50)
-    expected = [
-        [getattr(token, name) for name in points]
-        for text in texts
-        if len(text) > 1
-        for token in scored(model, text, QUADRANTS, context=50)
-    ]
-    np.testing.assert_allclose(np.stack([*points.values()], axis=-1), expected, atol=1e-4)
+    capacities = [call.args[2] for call in made.call_args_list]
+    assert len(capacities) > 10
+    assert max(capacities) == PREFILL_WINDOW
 
 
 def test_what_is_recorded(model: LanguageModel) -> None:
@@ -182,35 +146,23 @@ def test_what_is_recorded(model: LanguageModel) -> None:
         assert layers.mean() == pytest.approx(token.attn_entropy, abs=1e-5)
 
 
-def test_what_cannot_be_inspected(model: LanguageModel) -> None:
-    with pytest.raises(UserError, match="too short"):
-        list(scored(model, text_of(1), QUADRANTS))
-    with pytest.raises(UserError, match=f"2 to {MAX_POSITIONS} tokens, not 121"):
-        list(scored(model, text_of(5), QUADRANTS, context=MAX_POSITIONS + 1))
-    with pytest.raises(UserError, match="likeliest tokens are asked for"):
-        list(scored(model, text_of(5), QUADRANTS, recording=Recording(top=10**6)))
-    with pytest.raises(UserError, match="no text has two tokens"):
-        entropies(model, [[1], []], QUADRANTS)
-
-
-def test_numbers_that_are_none(tmp_path: Path) -> None:
+def test_what_cannot_be_inspected(model: LanguageModel, tmp_path: Path) -> None:
+    for length, options, message in (
+        (1, {}, "too short"),
+        (5, {"context": MAX_POSITIONS + 1}, f"2 to {MAX_POSITIONS} tokens, not 121"),
+        (5, {"recording": Recording(top=10**6)}, "most likely tokens are asked for"),
+    ):
+        with pytest.raises(UserError, match=message):
+            list(scored(model, text_of(length), QUADRANTS, **options))
     tokens = text_of(20)
     bad = load(str(write_model(tmp_path / "bad", poisoned(tokens[12]))))
-    first = tokens.index(tokens[12])
-    found: list[ScoredToken] = []
-    with pytest.raises(UserError, match=f"NaN or infinity in the embedding at position {first}"):
-        found.extend(scored(bad, tokens, QUADRANTS))
-    sound = [token for token in tokens if token != tokens[12]]
-    told = f"^text 2: NaN or infinity in the embedding at position {first}$"
+    told = f"NaN or infinity in the embedding at position {tokens.index(tokens[12])}"
     with pytest.raises(UserError, match=told):
-        entropies(bad, [sound, tokens], QUADRANTS)
-
-
-def test_positions_past_the_end_are_no_errors(model: LanguageModel, tmp_path: Path) -> None:
-    """The weights of a padding token do not count."""
-    tokens = [t for t in text_of(20) if t != 0]
-    bad = load(str(write_model(tmp_path / "bad", poisoned(0))))
-    assert len(list(scored(bad, tokens, QUADRANTS))) == len(tokens) - 1
+        list(scored(bad, tokens, QUADRANTS))
+    # The weights of a padding token do not count.
+    padded = load(str(write_model(tmp_path / "padding", poisoned(0))))
+    tokens = [token for token in tokens if token != 0]
+    assert len(list(scored(padded, tokens, QUADRANTS))) == len(tokens) - 1
 
 
 # The command line
@@ -218,7 +170,7 @@ def test_positions_past_the_end_are_no_errors(model: LanguageModel, tmp_path: Pa
 
 @pytest.fixture
 def command(folder: str) -> Command:
-    return partial(run_command, command_module.main, "--model", folder)
+    return partial(run_command, "inspect", "--model", folder)
 
 
 TEXT = "Once upon a time Anna lived in Paris."
@@ -250,7 +202,7 @@ def test_a_text(command: Command, folder: str, monkeypatch: pytest.MonkeyPatch) 
     arguments = ("--text", TEXT, "--format", "text")
     assert command(*arguments).out == TEXT + "\n"
     screen = Screen(monkeypatch)
-    assert command_module.main([*arguments, "--model", folder]) == 0
+    assert main(["inspect", *arguments, "--model", folder]) == 0
     coloured = screen.read()
     assert ESCAPE.search(coloured)
     assert TEXT in ESCAPE.sub("", coloured)

@@ -57,27 +57,26 @@ def test_each_signal_is_deferred_or_ignored_by_itself() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_elsewhere_than_in_the_main_thread() -> None:
-    done = []
+@pytest.mark.parametrize("ignored", [False, True])
+def test_signals_that_do_not_come(ignored: bool) -> None:
+    """In another thread than the main one, and under nohup, where Ctrl-C is ignored."""
+    handler = signal.SIG_IGN if ignored else signal.default_int_handler
+    signal.signal(signal.SIGINT, handler)
+    found = []
 
     def work() -> None:
         interrupts.exit_at_once()
         with interrupts.deferred_interrupts(lambda: None):
-            done.append(signal.getsignal(signal.SIGINT))
+            found.append(signal.getsignal(signal.SIGINT))
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert done == [signal.default_int_handler]
-
-
-def test_ignored_interrupts_stay_ignored() -> None:
-    """As under nohup, or in the background of a script."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    interrupts.exit_at_once()
-    with interrupts.deferred_interrupts(lambda: None):
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored:
+        work()
         press()
+    else:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert found == [handler]
 
 
 def test_a_program_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

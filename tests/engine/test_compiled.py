@@ -13,15 +13,16 @@ import pytest
 
 from entropix_jax.engine.decode import decode
 from entropix_jax.engine.memory import plan_memory
-from entropix_jax.engine.state import DecodeState, Recording, init_state
+from entropix_jax.engine.state import DecodeState, Program, init_state
 from entropix_jax.model.cache import KVCache, init_cache
 from entropix_jax.model.linear import Weight, arranged, quantized
 from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.params import Params, ParamSpec, param_specs
 from entropix_jax.model.precision import choose_precision
-from entropix_jax.sampler.keys import row_key
+from entropix_jax.sampler.draw import row_key
+from entropix_jax.sampler.mechanisms import MECHANISMS
 from tests.support.models import tiny_config
-from tests.support.samplers import LANES, LITERAL, batch_of, params_of, plain
+from tests.support.samplers import FEW, LANES, LITERAL, batch_of, params_of
 
 pytestmark = pytest.mark.slow
 
@@ -62,8 +63,9 @@ def state_of(batch: int, capacity: int = CAPACITY) -> DecodeState:
         [[1, 2, 3]] * batch,
         [100] * batch,
         np.stack([row_key(0, str(row)) for row in range(batch)]),
-        batch_of(*[plain(params_of(LITERAL, num_layers=CONFIG.num_layers))] * batch),
+        batch_of(*[params_of(LITERAL, num_layers=CONFIG.num_layers)] * batch),
         np.full(1, -1, np.int32),
+        mechanisms=MECHANISMS,
         capacity=capacity,
         dtype=jnp.dtype("float32"),
         lanes=LANES,
@@ -76,10 +78,8 @@ def lowered(weights: str, batch: int, lanes: bool, capacity: int = CAPACITY) -> 
         state_of(batch, capacity),
         jnp.int32(4),
         config=CONFIG,
-        window=WINDOW,
         max_steps=4,
-        recording=Recording(),
-        lanes=lanes,
+        program=Program(FEW, WINDOW, lanes=lanes),
     )
 
 

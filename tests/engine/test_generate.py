@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
-import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,23 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entropix_jax.cli import terminal
-from entropix_jax.engine import decode, prompts
+from entropix_jax.engine import decode
 from entropix_jax.engine import engine as module
 from entropix_jax.engine import generation as runs
 from entropix_jax.engine.api import generate, stream
-from entropix_jax.engine.preparation import MAX_STEPS, MAX_TOP, chunk_size, encode_prompt
+from entropix_jax.engine.preparation import MAX_STEPS, MAX_TOP, encode_prompt
 from entropix_jax.engine.results import Row
 from entropix_jax.engine.state import Recording
 from entropix_jax.errors import UserError
-from entropix_jax.model.config import GenerationConfig
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.names import BOXES
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.text.tokenizer import load_tokenizer
-from tests.support.commands import short
 from tests.support.model_folders import MAX_POSITIONS, poisoned, token_ids, write_model
-from tests.support.runs import Spec, run_specs, set_pace
+from tests.support.runs import Spec, ids_of, is_same, run_specs, set_pace
 from tests.support.samplers import LITERAL
 from tests.support.tokenizers import byte_fallback, save
 
@@ -51,28 +46,11 @@ def run(model: LanguageModel, wanted: Sequence[Spec], **options: Any) -> list[Ro
     return run_specs(model, wanted, **{"ignore_eos": True, **options}).run()
 
 
-def tokens_of(row: Row) -> list[int]:
-    return [token.token_id for token in row.tokens]
-
-
 def same(one: Row, other: Row) -> bool:
     """The same row, wherever in its batch it was, floats to the last bit."""
     one_tokens, other_tokens = ([replace(t, row=0) for t in row.tokens] for row in (one, other))
     ends = [(row.text, row.finish_reason) for row in (one, other)]
     return one_tokens == other_tokens and ends[0] == ends[1]
-
-
-def nearly(one: Row, other: Row) -> bool:
-    """The same row but for rounding: a batch of another size may add in another order."""
-    told = operator.attrgetter("position", "token_id", "text", "regime", "action", "forwards")
-    floats = operator.attrgetter("entropy", "logprob")
-    facts, others = (
-        {k: v for k, v in row.to_json().items() if not isinstance(v, float)} for row in (one, other)
-    )
-    return facts == others and all(
-        told(a) == told(b) and np.allclose(floats(a), floats(b), rtol=0, atol=1e-3)
-        for a, b in zip(one.tokens, other.tokens, strict=True)
-    )
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +65,7 @@ def test_a_row(model: LanguageModel, whole: Row) -> None:
         assert [token.position for token in row.tokens] == list(range(5, 5 + TOKENS))
         assert row.finish_reason == "length"
         assert row.text == "".join(token.text for token in row.tokens)
-        assert row.text == model.tokenizer.stream(after=ids(5)).run(tokens_of(row))
+        assert row.text == model.tokenizer.stream(after=ids(5)).run(ids_of(row))
         assert len({token.regime for token in row.tokens}) > 1
         counts = row.to_json()
         assert counts["tokens"] == TOKENS == sum(counts["regimes"].values())
@@ -113,24 +91,6 @@ def test_pacing_changes_nothing(model: LanguageModel, monkeypatch: pytest.Monkey
         assert all(map(same, run(model, wanted, stop=[stop]), expected)), steps
 
 
-def test_the_host_looks_after_one_step_and_then_less_often(model: LanguageModel) -> None:
-    engine = run_specs(model, requests([ids(5)]))._engine
-    assert engine._chunk_steps == 1
-    for waited, steps in (([0.0] * 9, MAX_STEPS), ([0.07], MAX_STEPS), ([1.0] * 9, 1)):
-        for seconds in waited:
-            engine._pace(seconds)
-        assert engine._chunk_steps == steps
-
-
-def test_a_prefill_in_chunks_is_one_prefill(
-    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (whole,) = run(model, requests([ids(90)], 8))
-    monkeypatch.setattr(prompts, "chunk_size", lambda *arguments: 16)
-    (chunked,) = run(model, requests([ids(90)], 8))
-    assert nearly(whole, chunked)
-
-
 def test_the_seed_and_the_row_id_make_the_draws(model: LanguageModel) -> None:
     def texts(seed: int, row_id: str) -> str:
         (row,) = run(model, [Spec(ids(20), row_id, TOKENS)], seed=seed)
@@ -151,7 +111,7 @@ def test_a_row_ends_at_the_last_position(model: LanguageModel) -> None:
 
 
 def test_the_end_of_a_turn_ends_a_chat(model: LanguageModel) -> None:
-    base = replace(model, generation=GenerationConfig(eos_ids=(7,)))
+    base = replace(model, eos_ids=(7,))
     turn_end = token_ids()["<|eot_id|>"]
     for chat in (True, False):
         (row,) = stream(base, "Once", chat=chat).rows
@@ -179,7 +139,7 @@ def test_stop_strings(model: LanguageModel, whole: Row) -> None:
     (row,) = generation.rows
     assert row.finish_reason == "stop"
     assert row.text == shown == whole.text[: whole.text.index(stop)]
-    assert tokens_of(row) == tokens_of(whole)[: first + 3]  # the token that completes it
+    assert ids_of(row) == ids_of(whole)[: first + 3]  # the token that completes it
     # Text that was held back comes at the end.
     stop = whole.text[-3:] + "and never this"
     generation = run_specs(model, requests([ids(5)]), stop=[stop], ignore_eos=True)
@@ -197,7 +157,7 @@ def test_a_stop_string_may_be_a_control_token(model: LanguageModel, whole: Row) 
     assert row.finish_reason == "length"
     for stop in (name, ["never", name]):
         (row,) = generate(model, "Once", forced, stop=stop, **options)
-        assert (row.finish_reason, tokens_of(row), row.text) == ("stop", [token_ids()[name]], "")
+        assert (row.finish_reason, ids_of(row), row.text) == ("stop", [token_ids()[name]], "")
     # As ordinary text it still is a stop string.
     assert generate(model, "Once", "greedy", stop=" ", **options)[0].finish_reason == "stop"
 
@@ -215,7 +175,7 @@ def test_a_list_of_prompts_is_a_batch(
     assert twice[0].text != twice[1].text
     alone = [twice[0], *generate(model, chat, "min-p", **options), twice[1]]
     alone += generate(model, "12 + 7 =", "min-p", **options)
-    assert all(map(nearly, rows, alone))
+    assert all(map(is_same, rows, alone))
     # Prompt by prompt; a run with several has no one trace.
     rows = generate(model, prompts[:2], "min-p", samples=2, **options)
     assert [row.request.row_id for row in rows] == ["0", "1", "0", "1"]
@@ -242,7 +202,7 @@ def test_logits_that_are_not_numbers_end_their_row_alone(
     model: LanguageModel, tmp_path: Path
 ) -> None:
     rows = run(model, requests([ids(20)] * 3))
-    seen = [tokens_of(row) for row in rows]
+    seen = [ids_of(row) for row in rows]
     lost = [token.token_id for row in rows for token in row.retracted_tokens]
     for branches in (token.branches or () for row in rows for token in row.tokens):
         lost += [token for branch in branches for token in branch.tokens]
@@ -259,31 +219,9 @@ def test_logits_that_are_not_numbers_end_their_row_alone(
     first, second, third = generation.rows
     assert second.finish_reason == "error"
     assert second.error == f"NaN or infinite logits at position {20 + at + 1}"
-    assert tokens_of(second) == seen[1][: at + 1]
-    assert all(map(nearly, (first, third), (rows[0], rows[2])))
+    assert ids_of(second) == seen[1][: at + 1]
+    assert all(map(is_same, (first, third), (rows[0], rows[2])))
     assert pieces == [row.text for row in generation.rows], "held text is given on an error too"
-
-
-def test_an_interrupt_gives_the_text_so_far(model: LanguageModel, whole: Row) -> None:
-    stop = whole.text[:-1] + "never"  # holds all text back
-    generation = run_specs(model, requests([ids(5)] * 3), stop=[stop], ignore_eos=True)
-    for event in generation:
-        if event.token is not None and event.token.position == 15:
-            break
-    events = [event for event in generation.interrupt() if event.row.number == 0]
-    row = generation.rows[0]
-    assert row.finish_reason == "interrupt"
-    # The last token might have been taken back, had the row gone on.
-    assert tokens_of(row)[:-1] == tokens_of(whole)[: len(row.tokens) - 1]
-    assert events[-1].token is None
-    assert "".join(piece.text for event in events for piece in event.pieces) == row.text
-    assert generation.interrupt() == []
-    assert set(generation.timings) == {"first_token", "total"}
-    # Before the first token.
-    generation = run_specs(model, requests([ids(5)] * 3))
-    assert [event.pieces for event in generation.interrupt()] == [()] * 3
-    assert generation.rows[0].to_json()["tokens"] == 0
-    assert 0 <= generation.timings["total"] < 60
 
 
 def test_a_run_that_is_asked_to_stop(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,31 +236,6 @@ def test_a_run_that_is_asked_to_stop(model: LanguageModel, monkeypatch: pytest.M
     assert [row.finish_reason for row in generation.rows] == [None] * 3
     generation.interrupt()
     assert [len(row.tokens) for row in generation.rows] == [11, 11, 10]
-
-    # After a token that was retracted, the row has what stands before it.
-    generation = run_specs(model, requests([ids(5)] * 3), ignore_eos=True)
-    position = None
-    for event in generation:
-        if event.retracted and event.row.number == 1 and position is None:
-            assert event.token is not None
-            position = event.token.position
-            generation.stop()
-    generation.interrupt()
-    for row in generation.rows:
-        assert [token.position for token in row.tokens] == list(range(5, 5 + len(row.tokens)))
-    assert position == 5 + len(generation.rows[1].tokens)
-
-    # Asked while the prompt is read, it does not begin to decode.
-    generation = run_specs(model, requests([ids(5)]), ignore_eos=True)
-    prefill = decode.prefill
-
-    def ask(*arguments: Any, **options: Any) -> Any:
-        generation.stop()
-        return prefill(*arguments, **options)
-
-    monkeypatch.setattr(prompts, "prefill", ask)
-    monkeypatch.setattr(module, "decode_here", None)
-    assert list(generation) == []
 
 
 def test_what_is_recorded(model: LanguageModel) -> None:
@@ -363,26 +276,6 @@ def test_prompts(model: LanguageModel) -> None:
     assert encode_prompt(model, messages, chat=True) == with_system
 
 
-def test_generate(model: LanguageModel) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 8, "seed": 3, "ignore_eos": True}
-    rows = generate(model, "Once", LITERAL, samples=3, **options)
-    prompt = encode_prompt(model, "Once", chat=True)
-    assert [tuple(row.request.prompt) for row in rows] == [tuple(prompt)] * 3
-    assert all(map(same, rows, run(model, requests([prompt] * 3, 8), seed=3)))
-    (row,) = generate(model, [{"role": "user", "content": "Once"}], LITERAL, **options)
-    assert nearly(row, rows[0])
-
-
-def test_a_long_prompt_is_cut_by_what_its_scores_take(model: LanguageModel) -> None:
-    heads = model.config.num_heads
-    for length, batch in ((100, 1), (5000, 1), (5000, 5), (100_000, 3)):
-        size = chunk_size(model.config, length, batch, 512)
-        assert size & (size - 1) == 0
-        assert 16 <= size <= 512
-        window = 1 << (length - 1).bit_length()
-        assert size == 16 or size * window * batch * heads * 4 <= 1 << 28
-
-
 # Hooks
 
 
@@ -397,29 +290,35 @@ ASKING = load_sampler(LITERAL).with_values(
 )
 
 
-class Library:
-    """Returns its texts one after the other, again and again, and checks what it is given."""
+class Shown:
+    """One row, and the text of it that is shown so far."""
 
-    def __init__(self, model: LanguageModel, texts: Sequence[str], **options: Any) -> None:
-        self.model, self.texts = model, texts
-        self.found: list[tuple[int, str]] = []  # after how many tokens was which text returned
-        options |= {"ignore_eos": True, "retrieve": self.retrieve}
-        self.generation = run_specs(model, requests([ids(5)]), **options)
-        self.shown = ""
-
-    def retrieve(self, text: str) -> str:
-        (row,) = self.generation.rows
-        known = [*row.request.prompt, *tokens_of(row)]
-        assert text == self.model.tokenizer.decode(known)
-        assert self.shown == row.text
-        answer = self.texts[len(self.found) % len(self.texts)]
-        self.found.append((len(row.tokens), answer))
-        return answer
+    def __init__(self, model: LanguageModel, **options: Any) -> None:
+        self.model, self.shown = model, ""
+        self.generation = run_specs(model, requests([ids(5)]), ignore_eos=True, **options)
 
     def run(self) -> Row:
         for event in self.generation:
             self.shown += "".join(piece.text for piece in event.pieces)
         return self.generation.rows[0]
+
+
+class Library(Shown):
+    """Returns its texts one after the other, again and again, and checks what it is given."""
+
+    def __init__(self, model: LanguageModel, texts: Sequence[str], **options: Any) -> None:
+        super().__init__(model, retrieve=self.retrieve, **options)
+        self.texts = texts
+        self.found: list[tuple[int, str]] = []  # after how many tokens was which text returned
+
+    def retrieve(self, text: str) -> str:
+        (row,) = self.generation.rows
+        known = [*row.request.prompt, *ids_of(row)]
+        assert text == self.model.tokenizer.decode(known)
+        assert self.shown == row.text
+        answer = self.texts[len(self.found) % len(self.texts)]
+        self.found.append((len(row.tokens), answer))
+        return answer
 
 
 def check_answers(model: LanguageModel, row: Row, library: Library, thoughts: list[str]) -> None:
@@ -513,20 +412,6 @@ def test_texts_within_a_text_keep_their_spaces(model: LanguageModel, tmp_path: P
     assert all(branch.text.startswith(" a") for branch in known)
 
 
-def test_retrieval_has_the_limits_of_thoughts(model: LanguageModel) -> None:
-    """So many of a row, and none while one cools down."""
-    limited = ASKING.with_values({"inject.per_row": 3, "inject.cooldown": 4})
-    library = Library(model, ["XY", ""], sampler=limited)
-    check_answers(model, library.run(), library, ["Hm.", "So:"])
-    assert len(library.found) == 3
-    written = [2, len(model.tokenizer.encode("So:", add_bos=False)), 2]
-    for (at, _), (later, _), tokens in zip(library.found, library.found[1:], written, strict=False):
-        assert later >= at + tokens + 4
-    none = Library(model, ["XY"], sampler=ASKING.with_values({"inject.per_row": 0}))
-    none.run()
-    assert not none.found
-
-
 def test_a_hook_that_gives_what_it_may_not(model: LanguageModel) -> None:
     """As a function that forgot its `return` does."""
     with pytest.raises(UserError, match=r"^retrieve gave None: expected a text"):
@@ -535,18 +420,6 @@ def test_a_hook_that_gives_what_it_may_not(model: LanguageModel) -> None:
         options: dict[str, Any] = {"ask": lambda row, texts, answer=answer: answer}
         with pytest.raises(UserError, match=rf"^ask gave {answer!r}: expected 0, 1, or None"):
             run(model, requests([ids(5)]), sampler=FORKING, **options)
-
-
-def test_hooks_of_the_command(command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a terminal nobody is asked."""
-    monkeypatch.setattr(terminal, "ask_person", None)
-    changes = ['regimes.helv=["entropy > 2"]', "inject.cooldown=3"]
-    changes += ['regimes.lehv=["entropy > 0.5"]', "branch.margin=1e6", "branch.min_p=0"]
-    options = [x for change in changes for x in ("--set", f"sampler.{change}")]
-    plain = command(*short(*options, tokens=30), model="tiny")
-    asked = command(*short(*options, "--ask", tokens=30), model="tiny")
-    assert "note: --ask: no terminal, nobody is asked\n" in asked.err
-    assert asked.out == plain.out
 
 
 def test_rows_ask_each_for_itself(model: LanguageModel) -> None:
@@ -559,7 +432,7 @@ def test_rows_ask_each_for_itself(model: LanguageModel) -> None:
     together = run(model, wanted, sampler=ASKING, retrieve=retrieve)
     assert all("inject" in row.to_json()["actions"] for row in together)
     for request, row in zip(wanted, together, strict=True):
-        assert nearly(row, *run(model, [request], sampler=ASKING, retrieve=retrieve))
+        assert is_same(row, *run(model, [request], sampler=ASKING, retrieve=retrieve))
 
 
 def test_a_row_that_waits_when_its_text_has_ended(
@@ -582,7 +455,7 @@ def test_a_row_that_waits_when_its_text_has_ended(
         assert next(calls) < 4 * TOKENS, "nothing goes on any more"
         return step(*arguments, **options)
 
-    monkeypatch.setattr(module, "decode_here", lambda: counted)
+    monkeypatch.setattr(module, "decode_for_backend", lambda: counted)
     for number in (4, 8, 13):
         stop = "".join(token.text for token in whole[0].tokens[:number])[-3:]
         asked.clear()
@@ -614,15 +487,13 @@ FORKING = load_sampler(LITERAL).with_values(
 )
 
 
-class Person:
+class Person(Shown):
     """Always gives the same answer, and checks what was asked."""
 
     def __init__(self, model: LanguageModel, answer: int | None, **options: Any) -> None:
+        super().__init__(model, ask=lambda row, texts: self.ask(row, texts), **options)
         self.answer = answer
         self.asked: list[tuple[int, list[str]]] = []
-        options |= {"ignore_eos": True, "ask": lambda row, texts: self.ask(row, texts)}
-        self.generation = run_specs(model, requests([ids(5)]), **options)
-        self.shown = ""
 
     def ask(self, row: int, texts: Sequence[str]) -> int | None:
         assert row == 0
@@ -633,11 +504,6 @@ class Person:
         self.asked.append((len(known.tokens), [*texts]))
         return self.answer
 
-    def run(self) -> Row:
-        for event in self.generation:
-            self.shown += "".join(piece.text for piece in event.pieces)
-        return self.generation.rows[0]
-
 
 def committed(row: Row, at: int) -> list[int]:
     """The tokens of the branch that begins at a token, as far as they were committed."""
@@ -647,9 +513,15 @@ def committed(row: Row, at: int) -> list[int]:
     later = enumerate(row.tokens[at + 1 :], 1)
     ends = (i for i, other in later if other.action != "branch" or other.branches is not None)
     number = next(ends, len(row.tokens) - at)
-    tokens = tokens_of(row)[at : at + number]
+    tokens = ids_of(row)[at : at + number]
     assert tokens == chosen.tokens[:number]
     return tokens
+
+
+def test_nobody_is_asked_about_a_clear_choice(model: LanguageModel) -> None:
+    person = Person(model, 1, sampler=FORKING.with_values({"branch.margin": 0.0}))
+    branches = [token.ambiguous for token in person.run().tokens if token.branches is not None]
+    assert (person.asked, branches) == ([], [False] * 4)
 
 
 @pytest.mark.parametrize("answer", [None, 0, 1])
@@ -675,9 +547,10 @@ def test_a_person_chooses_between_close_branches(
     where = [i for i, token in enumerate(row.tokens) if token.branches is not None]
     assert where == [at for at, _ in person.asked]
     assert len(row.tokens) == TOKENS
-    # The better one is what nobody would have been asked about.
+    # The better one is what nobody would have been asked about; the choice is marked all the same.
     (alone,) = run(model, requests([ids(5)]), sampler=sampler)
-    assert (tokens_of(alone) == tokens_of(row)) == (answer != 1)
+    assert all(token.ambiguous for token in alone.tokens if token.branches is not None)
+    assert (ids_of(alone) == ids_of(row)) == (answer != 1)
     for token in row.tokens:
         if token.action == "branch":  # its candidates were chosen by the same
             assert (token.temperature, token.top_k, token.top_p, token.min_p) == candidates_by
@@ -685,28 +558,6 @@ def test_a_person_chooses_between_close_branches(
     again = Person(model, answer, sampler=sampler)
     assert same(again.run(), row)
     assert again.asked == person.asked
-
-
-def test_without_a_person_a_close_choice_is_marked(model: LanguageModel) -> None:
-    person = Person(model, 1, sampler=FORKING.with_values({"branch.margin": 0.0}))
-    clear = person.run()
-    assert person.asked == []
-    marks = [token.ambiguous for token in clear.tokens if token.branches is not None]
-    assert marks == [False] * 4
-    (row,) = run(model, requests([ids(5)]), sampler=FORKING)
-    at = [i for i, token in enumerate(row.tokens) if token.branches is not None]
-    assert len(at) == 4
-    for i in at:
-        branches = row.tokens[i].branches
-        assert branches is not None
-        assert row.tokens[i].ambiguous
-        assert max(branches, key=lambda branch: branch.score or 0.0).chosen
-        assert len(branches) == 4
-        for branch in branches:
-            assert branch.text == model.tokenizer.decode_within(branch.tokens)
-        committed(row, i)
-    assert {token.ambiguous for i, token in enumerate(row.tokens) if i not in at} == {None}
-    json.dumps([token.to_json() for token in row.tokens], allow_nan=False)
 
 
 def test_the_time_in_which_a_person_thinks_does_not_count(
@@ -739,7 +590,7 @@ def test_a_stop_string_that_the_last_token_completes_ends_the_row_before_an_erro
     generation = run_specs(model, requests([ids(20)]), sampler, ignore_eos=True)
     met = [event.token.token_id for event in generation if event.token is not None]
     (whole,) = generation.rows
-    seen = tokens_of(whole)
+    seen = ids_of(whole)
     at = next(
         i
         for i, token in enumerate(whole.tokens)
@@ -754,5 +605,5 @@ def test_a_stop_string_that_the_last_token_completes_ends_the_row_before_an_erro
     assert (failed.finish_reason, len(failed.tokens)) == ("error", at + 1)
     (row,) = run(broken, requests([ids(20)]), sampler=sampler, stop=whole.tokens[at].text)
     assert (row.finish_reason, row.error) == ("stop", None)
-    assert tokens_of(row) == seen[: at + 1]
+    assert ids_of(row) == seen[: at + 1]
     assert row.text == "".join(token.text for token in whole.tokens[:at])

@@ -4,31 +4,35 @@ is given the same text, whatever runs beside it and however far the device was a
 from __future__ import annotations
 
 import runpy
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from entropix_jax.engine import engine as module
 from entropix_jax.engine import prompts
-from entropix_jax.engine.decode import prefill
 from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.prefill import prefill
 from entropix_jax.engine.results import Event, Request, Row
+from entropix_jax.engine.slots import Layout, empty_slots, share_prefix
 from entropix_jax.engine.state import Recording
 from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.model.mesh import place, rules_for
+from entropix_jax.names import BOXES
+from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.settings import MAX_WIDTH
 from tests.support import reference
-from tests.support.meshes import two
-from tests.support.models import teacher_forced
-from tests.support.runs import Spec, requests, set_pace
-from tests.support.samplers import EVERYTHING, LITERAL
+from tests.support.meshes import collectives_of, two
+from tests.support.models import teacher_forced, tiny_config
+from tests.support.runs import Spec, calibrated, ids_of, requests, set_pace
+from tests.support.samplers import EVERYTHING, LITERAL, params_of
 from tests.support.traces import load_trace
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "eager.py"
@@ -37,7 +41,6 @@ RECORDING = Recording(top=2, state=True)
 LONGEST = 96  # tokens of a text
 FULL = load_sampler(LITERAL).with_values({**EVERYTHING, "loop.max_period": 0})
 SAMPLERS = {"full": FULL, "min-p": load_sampler("min-p"), "mirostat": load_sampler("mirostat")}
-PACE = Engine._pace  # tests set another
 PROMPTS = ("Once upon a time", "Mia has 12 apples", "On Sunday", "The capital of")
 
 
@@ -76,10 +79,6 @@ def alone(model: LanguageModel, rows: Sequence[tuple[Request, Sequence[TokenReco
     return taken
 
 
-def ids(row: Row) -> list[int]:
-    return [token.token_id for token in row.tokens]
-
-
 def check_same(row: Row, other: Row, *, forwards: bool = True) -> None:
     told = [[(t.token_id, t.action, t.position) for t in one.tokens] for one in (row, other)]
     assert told[0] == told[1]
@@ -97,7 +96,7 @@ def check_reading(model: LanguageModel, rows: Sequence[Row]) -> None:
         batch = rows[start : start + 16]
         tokens = np.zeros((16, LONGEST), np.int32)
         for one, row in zip(tokens, batch, strict=False):
-            text = [*row.request.prompt, *ids(row)]
+            text = [*row.request.prompt, *ids_of(row)]
             one[: len(text)] = text
         logits, _, _ = teacher_forced(model.params, model.config, tokens)
         for one, scores, row in zip(tokens, logits, batch, strict=False):
@@ -113,7 +112,7 @@ def check_books(model: LanguageModel, row: Row) -> None:
     assert [id(t) for t, gone in row.log if not gone] == [*map(id, row.tokens)]
     assert {id(t) for t, gone in row.log if gone} == {*map(id, row.retracted_tokens)}
     assert {t.row for t, _ in row.log} <= {row.number}
-    assert row.text == model.tokenizer.stream(after=row.request.prompt).run(ids(row))
+    assert row.text == model.tokenizer.stream(after=row.request.prompt).run(ids_of(row))
     assert "".join(token.text for token in row.tokens) == row.text
 
 
@@ -189,7 +188,7 @@ def test_forks_are_rows_alone(tiny: LanguageModel, whole: list[Row], back: int) 
             position = None if not back else max(token.position + 1 - back, len(row.request.prompt))
             new = engine.fork(row, 2, position=position)
             kept = row.tokens[: len(row.tokens) - back] if len(row.tokens) > back else []
-            assert [[t.token_id for t in kept]] * 2 == [*map(ids, new)]
+            assert [[t.token_id for t in kept]] * 2 == [*map(ids_of, new)]
             forks.extend((row, kept, fork) for fork in new)
 
     rows = drive(tiny, [Row(row.request, number=row.number) for row in whole], look)
@@ -209,7 +208,7 @@ def test_forks_are_rows_alone(tiny: LanguageModel, whole: list[Row], back: int) 
         assert all(token.forwards > spent for token in fork.tokens[len(kept) :])
         assert fork.tokens[: len(kept)] == [replace(t, row=fork.number) for t in kept]
         assert row.tokens is not fork.tokens
-    assert len({tuple(ids(fork)) for _, _, fork in forks}) > len(forks) // 2
+    assert len({tuple(ids_of(fork)) for _, _, fork in forks}) > len(forks) // 2
     check_reading(tiny, rows)
 
 
@@ -343,7 +342,7 @@ def test_text_that_is_held_back_is_held_back_again(tiny: LanguageModel) -> None:
 
     drive(tiny, [row, of(tiny, "y")], look)
     for one in (row, *forks):
-        text = tiny.tokenizer.stream(after=row.request.prompt).run(ids(one))
+        text = tiny.tokenizer.stream(after=row.request.prompt).run(ids_of(one))
         assert one.text == text.partition(stop)[0]
 
 
@@ -381,13 +380,15 @@ def test_the_example_forks_where_the_model_is_in_doubt(tiny: LanguageModel) -> N
     by_id = {row.request.row_id: row for row in rows}
     for row in rows[1:]:
         parent = by_id[row.request.row_id.rpartition(".")[0]]
-        at = next(i for i, (a, b) in enumerate(zip(ids(row), ids(parent), strict=False)) if a != b)
-        other, token = row.tokens[at], parent.tokens[at]
-        assert other.action == "inject"
+        at = next(
+            i for i, (a, b) in enumerate(zip(ids_of(row), ids_of(parent), strict=False)) if a != b
+        )
+        forced, token = row.tokens[at], parent.tokens[at]
+        assert forced.action == "inject"
         assert token.entropy > 1.5
-        assert token.entropy == pytest.approx(other.entropy, abs=1e-4)
+        assert token.entropy == pytest.approx(forced.entropy, abs=1e-4)
         assert token.top is not None
-        assert other.token_id == next(i for i, _, _ in token.top if i != token.token_id)
+        assert forced.token_id == next(i for i, _, _ in token.top if i != token.token_id)
     assert len(EXAMPLE.read_text().splitlines()) <= 60
 
 
@@ -412,7 +413,7 @@ def test_moves_that_are_refused(tiny: LanguageModel) -> None:
 
     def look(engine: Engine, event: Event) -> None:
         if len(row.tokens) == 5:
-            where = f"goes on from a position of {first} to {first + 5}, not"
+            where = f"continues from a position of {first} to {first + 5}, not"
             refused(f"{where} {first + 6}", engine.rewind, row, first + 6)
             refused(f"{where} {first - 1}", engine.fork, row, 1, position=first - 1)
             refused("'y' is not one of a run in progress", engine.rewind, other, first)
@@ -434,7 +435,7 @@ def test_moves_that_are_refused(tiny: LanguageModel) -> None:
         drive(tiny, [Row(row.request, row.tokens)])
     longer = Row(replace(row.request, max_new_tokens=20), row.tokens)
     drive(tiny, [longer])
-    assert ids(longer)[:12] == ids(row)
+    assert ids_of(longer)[:12] == ids_of(row)
     assert len(longer.tokens) == 20
 
 
@@ -450,7 +451,7 @@ def test_a_run_is_stopped_while_forks_wait(tiny: LanguageModel) -> None:
     for one in (row, *forks):
         assert sum(one is other for other in told) == 1
         assert one.finish_reason == "interrupt"
-        assert ids(one)[:9] == ids(row)[:9]
+        assert ids_of(one)[:9] == ids_of(row)[:9]
         check_books(tiny, one)
 
 
@@ -473,7 +474,7 @@ def test_a_trace_of_moved_rows(tiny: LanguageModel, tmp_path: Any) -> None:
     for one in rows:
         told = [record for record in trace.tokens if record["row"] == one.number]
         kept = [record["token_id"] for record in told if record["type"] == "token"]
-        assert kept == ids(one)
+        assert kept == ids_of(one)
         assert len(told) - len(kept) == one.retracted
 
 
@@ -495,6 +496,78 @@ def test_rows_move_between_devices(tiny: LanguageModel) -> None:
     for fork, other in zip(forks, again, strict=True):
         check_same(fork, other)
     check_same(rows[0], alone(tiny, [(rows[0].request, rows[0].tokens[:10], 1)])[0], forwards=False)
+
+
+def test_devices_exchange_one_row_of_the_cache() -> None:
+    """And not the caches of all rows, to find the one that is shared."""
+    config, layout, capacity = tiny_config(), Layout(SLOTS, 2, 2), 8
+    where: Any = {"mechanisms": MECHANISMS, "capacity": capacity, "dtype": jnp.dtype("float32")}
+    state = empty_slots(config, layout, params_of("top-p"), **where)
+    state = place(state, rules_for(two("data=2"), config).rows(state))
+    jitted: Any = share_prefix
+    text = jitted.lower(state, *map(jnp.int32, (0, 3, 5))).compile().as_text()
+    row = 2 * config.num_layers * config.num_kv_heads * capacity * config.head_dim
+    # And what little else the row has in its state.
+    assert 0 < sum(collective.elements for collective in collectives_of(text)) < row + 8
+
+
+# Lanes
+
+
+def forking(model: LanguageModel, row_id: str, width: int = 4) -> Request:
+    """A row that branches in every step."""
+    values: dict[str, Any] = {f"regimes.{box}": ["entropy < -1"] for box in BOXES}
+    values |= {"arms.mid": "branch", "branch.width": width, "branch.depth": 3}
+    values |= {"branch.min_p": 0.0, "branch.top_p": 1.0, "branch.max_share": 1e6}
+    values |= {"loop.max_period": 0}
+    sampler = calibrated(model, load_sampler(LITERAL).with_values(values))
+    return replace(of(model, row_id, budget=12), sampler=sampler)
+
+
+def check_alone(model: LanguageModel, row: Row, width: int = 4) -> None:
+    other = Row(row.request)
+    list(Engine(model, slots=2, capacity=CAPACITY, recording=RECORDING).run([other]))
+    check_same(row, other)
+    assert {len(token.branches) for token in row.tokens if token.branches} == {width}
+
+
+def test_a_later_row_has_more_branches_than_there_were_lanes(tiny: LanguageModel) -> None:
+    """It waits until there are enough, and both rows are what they are alone."""
+    narrow, wide = Row(forking(tiny, "x", width=2)), Row(forking(tiny, "y"), number=1)
+
+    def source() -> Any:
+        yield narrow
+        while len(narrow.tokens) < 2:
+            yield None
+        yield wide
+
+    list(Engine(tiny, slots=2, capacity=CAPACITY, recording=RECORDING).run(source()))
+    check_alone(tiny, narrow, width=2)
+    check_alone(tiny, wide)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_a_row_that_is_ended_frees_its_lanes(
+    tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch, chunks: int
+) -> None:
+    """While it waits for them, too, and amid its branches. The row beside it, which waited for
+    them, and the one that comes where its branches are, are what they are alone."""
+    set_pace(monkeypatch, 1)
+    rows = [Row(forking(tiny, name), number=i) for i, name in enumerate(("x", "y", "z"))]
+    engine = Engine(tiny, slots=2, capacity=CAPACITY, recording=RECORDING)
+    asked = 0
+
+    def between() -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 1 + chunks:
+            engine.end(rows[0])
+
+    list(engine.run(rows, between))
+    assert rows[0].finish_reason == "cancelled"
+    assert len(rows[0].tokens) <= 3
+    check_alone(tiny, rows[1])
+    check_alone(tiny, rows[2])
 
 
 # Random schedules
@@ -531,7 +604,7 @@ class Schedule:
                 assert token.token_id == plain.forced.pop(0)
             plain.tokens.append(token.token_id)
         plain.retracted += event.retracted
-        assert plain.tokens == ids(row)
+        assert plain.tokens == ids_of(row)
         assert plain.retracted == row.retracted
         letters = np.frombuffer(name.encode(), np.uint8).tolist()
         rng = np.random.default_rng([seed, len(row.tokens), row.rewinds, row.retracted, *letters])
@@ -573,7 +646,7 @@ def run_schedules(model: LanguageModel, schedules: Sequence[Schedule]) -> list[R
     for row in rows:
         check_books(model, row)
         name = row.request.row_id
-        assert by_name[name.partition(".")[0]].known[name].tokens == ids(row)
+        assert by_name[name.partition(".")[0]].known[name].tokens == ids_of(row)
     return rows
 
 
@@ -631,7 +704,7 @@ def test_a_row_that_is_ended_makes_room(tiny: LanguageModel, whole: list[Row]) -
             check_same(row, other)
             continue
         assert row.finish_reason == "cancelled"
-        assert ids(row) == ids(other)[: len(row.tokens)]
+        assert ids_of(row) == ids_of(other)[: len(row.tokens)]
         if row.number != 4:
             assert 0 <= len(row.tokens) - ends[row.number] < 8
             check_books(tiny, row)
@@ -662,59 +735,18 @@ def test_none_for_now(tiny: LanguageModel) -> None:
     assert list(engine.run(iter([None, of(tiny, "x")]))) == []
 
 
-def test_chunks_are_as_long_as_the_caller_likes(tiny: LanguageModel) -> None:
-    def steps(look: float, waited: float) -> int:
-        engine = Engine(tiny, slots=1, capacity=CAPACITY, look=look)
-        engine._chunk_steps = 8
-        PACE(engine, waited)
-        return engine._chunk_steps
-
-    assert [steps(0.1, waited) for waited in (0.04, 0.07, 0.11)] == [16, 8, 4]
-    assert [steps(0.04, waited) for waited in (0.01, 0.03, 0.05)] == [16, 8, 4]
-
-
-def test_what_the_caller_does_is_no_part_of_the_pace(
-    tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A chunk that was ready while the caller was busy says nothing of how long chunks take. The
-    row commits a token at each step, so that chunks are in flight until its end."""
-    paced: list[float] = []
-
-    def pace(engine: Engine, waited: float) -> None:
-        paced.append(waited)
-        engine._chunk_steps = 4
-
-    monkeypatch.setattr(Engine, "_pace", pace)
-    busy: list[int] = []
-    for seconds in (0.0, 0.05):
-        engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=RECORDING, look=0.02)
-        between = 0
-
-        def look(seconds: float = seconds) -> None:
-            nonlocal between
-            between += 1
-            time.sleep(seconds)
-
-        assert [*engine.run([of(tiny, "first", "min-p", budget=40)], look)]
-        assert between > 6
-        busy.append(len(paced))
-        paced.clear()
-    assert busy[0] > 6
-    assert busy[1] <= 1  # with nothing in flight
-
-
 def test_an_engine_for_the_widest_forks_grows_no_more(
     tiny: LanguageModel, whole: list[Row], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even where the first row never forks."""
-    shapes: list[int] = []
+    """The engine has all lanes from the start, although the first row never forks."""
+    lanes: list[int] = []
     monkeypatch.setattr(module, "widen", None)
     engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=RECORDING, widest=True)
     wanted = [of(tiny, "first", "min-p", budget=4), whole[0].request]
     rows = [Row(request, number=number) for number, request in enumerate(wanted)]
     for _ in engine.run(rows):
-        shapes.append(engine._state.lanes)
-    assert {*shapes} == {7}
+        lanes.append(engine._state.lanes)
+    assert {*lanes} == {MAX_WIDTH - 1}
     assert any(token.branches for token in rows[1].tokens)
     check_same(rows[1], whole[0])
 
@@ -722,9 +754,9 @@ def test_an_engine_for_the_widest_forks_grows_no_more(
 def test_memory_for_the_widest_forks_is_checked_at_once(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(module, "check_cache", lambda *_, slots, **__: asked.append(slots))
-    for slots in (4, 48):
+    checked: list[int] = []
+    monkeypatch.setattr(module, "check_cache", lambda *_, slots, **__: checked.append(slots))
+    for slots in (4, 60):
         for widest in (False, True):
             Engine(tiny, slots=slots, capacity=CAPACITY, widest=widest)
-    assert asked == [4, 4 + 7, 48, 48 + 8]
+    assert checked == [4, 4 + 9, 60, 60 + 10]

@@ -15,7 +15,6 @@ import entropix_jax
 from entropix_jax.engine.memory import check_memory, most_slots, plan_memory
 from entropix_jax.errors import UserError
 from entropix_jax.host import memory as free_memory
-from entropix_jax.host.memory import free_bytes
 from entropix_jax.model import loading
 from entropix_jax.model.cache import init_cache
 from entropix_jax.model.loading import LanguageModel, load
@@ -170,15 +169,3 @@ def test_the_limits_of_a_container_or_a_job(tmp_path: Path) -> None:
     assert free("0::/not/seen/from/here") == [100]
     assert (free("4:memory:/docker"), free("3:cpuset:/docker")) == ([0], [])
     assert free_memory._free_of_groups(tmp_path / "none", tmp_path / "fs") == []
-
-
-def test_what_a_machine_has_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least of what is available and of all limits; all of it where nothing else is known."""
-    (tmp_path / "meminfo").write_text("MemTotal:  900 kB\nMemAvailable:   500 kB\n")
-    assert free_memory._free_of_machine(tmp_path / "meminfo") == [512_000]
-    (everything,) = free_memory._free_of_machine(tmp_path / "none")
-    assert everything > 2**20
-    monkeypatch.setattr(free_memory, "_free_of_machine", lambda: [1000])
-    for limits, free in (([], 1000), ([5000, 2000], 1000), ([5000, 20], 20)):
-        monkeypatch.setattr(free_memory, "_free_of_groups", lambda limits=limits: limits)
-        assert free_bytes(jax.devices("cpu")[0]) == free

@@ -12,7 +12,7 @@ from entropix_jax.engine.generation import Generation
 from entropix_jax.engine.results import Event, Row
 from entropix_jax.engine.state import Recording
 from entropix_jax.engine.trace import TokenRecord
-from entropix_jax.model.loading import LanguageModel, load
+from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.model_folders import token_ids
 from tests.support.runs import Spec, run_specs
@@ -36,18 +36,9 @@ PROMPT = [token_ids()["<|begin_of_text|>"], 60, 61, 62, 63]
 SPEC = Spec(PROMPT, "0", TOKENS)
 # The host is asked for a text, again and again, and has none.
 ASKING = RETRACTING.with_values(
-    {
-        "regimes.helv": ["entropy > 1", "entropy < 2"],
-        "inject.cooldown": 1,
-        "inject.thought": "",
-    }
+    {"regimes.helv": ["entropy > 1", "entropy < 2"], "inject.cooldown": 1, "inject.thought": ""}
 )
 ASKED = {"retrieve": lambda text: "", "sampler": ASKING}
-
-
-@pytest.fixture(scope="module")
-def model(folder: str) -> LanguageModel:
-    return load(folder)
 
 
 def pushed(model: LanguageModel, tokens: Sequence[TokenRecord]) -> str:
@@ -102,11 +93,6 @@ def test_retracted_tokens_stand_before_their_replacement(
     assert {*map(id, gone)} == {id(event.token) for event in run.events if event.retracted}
     assert len(gone) == run.row.retracted == run.row.to_json()["retracted"] > 20
     assert max(map(len, run.groups)) > 1
-    for token in tokens:
-        assert token.top is not None
-        said = {text_id: p for text_id, _, p in token.top}
-        if token.token_id in said:
-            assert np.exp(token.logprob) == pytest.approx(said[token.token_id], rel=1e-4)
     for group, replacement in zip(run.groups, run.instead, strict=True):
         first, positions = group[0], [tokens.index(token) for token in group]
         assert len(group) <= 5

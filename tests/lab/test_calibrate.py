@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,18 +11,15 @@ import pytest
 import tiny_prompts
 from safetensors.numpy import load_file, save_file
 
-from entropix_jax.batch.progress import ProgressView
 from entropix_jax.engine.generation import Generation
 from entropix_jax.engine.preparation import encode_prompt, model_shape
 from entropix_jax.engine.results import Request
-from entropix_jax.engine.score import score_tokens
-from entropix_jax.lab import answers, calibrate
-from entropix_jax.lab.calibration_report import quadrant_presets, regime_shares
+from entropix_jax.lab import answers
 from entropix_jax.model.loading import LanguageModel
-from entropix_jax.names import REGIMES
-from entropix_jax.sampler.calibration import PERCENTS, TABLES, Calibration, read_calibration
+from entropix_jax.sampler.calibration import PERCENTS, TABLES, read_calibration
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.commands import Result, refusal, run_command
+from tests.support.runs import calibrated
 
 WEIGHTS = Path(__file__).parents[2] / "weights"
 PROMPTS = ("Guests:", "Anna lives in", "12 + 7 =", "Dear diary")
@@ -50,7 +44,7 @@ def output(tmp_path: Path) -> Path:
 
 
 def command(*arguments: object, model: object = "tiny") -> Result:
-    return run_command(calibrate.main, "--model", model, *arguments)
+    return run_command("calibrate", "--model", model, *arguments)
 
 
 def succeed(*arguments: object, model: object = "tiny") -> Result:
@@ -63,11 +57,6 @@ def read_tables(path: Path) -> dict[str, np.ndarray]:
     return dict(read_calibration(path).quantiles)
 
 
-def assert_same(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> None:
-    for name in TABLES:
-        np.testing.assert_allclose(first[name], second[name], rtol=1e-4, atol=1e-4)
-
-
 def test_the_tables_are_quantiles_of_the_answers(
     tiny: LanguageModel, prompts: Path, output: Path
 ) -> None:
@@ -76,14 +65,15 @@ def test_the_tables_are_quantiles_of_the_answers(
     calibration.check_model(model_shape(tiny), "", "")
     assert calibration.source.startswith("answers to 4 prompts of prompts.txt, by min-p, at most")
 
+    sampler = calibrated(tiny, load_sampler("min-p"))
     requests = [
         Request(
             encode_prompt(tiny, prompt, chat=False),
-            answers.measuring_sampler(answers.SAMPLER, tiny),
+            sampler,
             max_new_tokens=128,
             row_id=str(i + 2),  # the line of the file
             seed=3,
-            eos_ids=tiny.generation.eos_ids,
+            eos_ids=tiny.eos_ids,
         )
         for i, prompt in enumerate(PROMPTS)
     ]
@@ -93,7 +83,7 @@ def test_the_tables_are_quantiles_of_the_answers(
         expected = np.percentile([getattr(token, name) for token in tokens], PERCENTS)
         np.testing.assert_allclose(calibration.quantiles[name], expected, rtol=1e-4, atol=1e-4)
 
-    first, last = result.err.splitlines()
+    first, *_, last = result.err.splitlines()  # a slow run also tells its progress
     assert (first, last) == ("answering 4 prompts", f"{output}: written")
     assert f"{len(tokens)} tokens" in result.out
     assert max(map(len, result.out.splitlines())) <= 80
@@ -108,79 +98,6 @@ def test_conversations_and_the_seed(tmp_path: Path, output: Path) -> None:
         succeed("--prompts", path, "--output", output, "--seed", seed)
         contents.append(output.read_text())
     assert contents[0] == contents[1] != contents[2]
-
-
-def test_texts(tiny: LanguageModel, tmp_path: Path, output: Path) -> None:
-    texts = [tmp_path / "a.txt", tmp_path / "b.txt"]
-    for path, text in zip(texts, ("Anna lives in Rome. " * 4, "12 + 7 = 19"), strict=True):
-        path.write_text(text)
-    result = succeed("--texts", *texts, "--output", output)
-    sampler = answers.measuring_sampler("greedy", tiny)
-    encoded = [tiny.tokenizer.encode(path.read_text(), add_bos=True) for path in texts]
-    tokens = [token for text in encoded for token in score_tokens(tiny, text, sampler)]
-    expected = {name: np.array([getattr(t, name) for t in tokens]) for name in TABLES}
-    measured = Calibration.from_values(expected, "", {})
-    assert_same(read_tables(output), dict(measured.quantiles))
-    assert read_calibration(output).source == "the text of a.txt, b.txt"
-    assert result.err == f"{output}: written\n"
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_continues(
-    prompts: Path, output: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
-) -> None:
-    succeed("--prompts", prompts, "--output", output)
-    whole = read_tables(output)
-    output.unlink()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ProgressView, "looked", interrupting(number))
-        result = command("--prompts", prompts, "--output", output)
-    assert result.status == 128 + number
-    assert result.err.endswith("interrupted: run the same command again to continue\n")
-    assert result.out == ""
-    assert not output.exists()
-
-    # A kill in the middle of a line leaves a torn one.
-    partial = Path(f"{output}.partial")
-    stored = partial.read_text().splitlines(keepends=True)
-    assert 1 <= len(stored) < len(PROMPTS)
-    partial.write_text("".join(stored) + stored[0][:30])
-    result = succeed("--prompts", prompts, "--output", output)
-    assert f"answering 4 prompts, {len(stored)} already done" in result.err
-    assert_same(read_tables(output), whole)
-    assert not list(output.parent.glob("*.partial*"))
-
-
-def interrupting(number: signal.Signals) -> Callable[[ProgressView], None]:
-    """Returns a `ProgressView.looked` that sends a signal once a result is stored."""
-    sent: list[signal.Signals] = []
-
-    def looked(view: ProgressView) -> None:
-        if view._standing().done and not sent:
-            sent.append(number)
-            os.kill(os.getpid(), number)
-
-    return looked
-
-
-def test_stored_answers_of_another_run_are_discarded(
-    prompts: Path, output: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(ProgressView, "looked", interrupting(signal.SIGINT))
-        assert command("--prompts", prompts, "--output", output).status == 130
-    result = succeed("--prompts", prompts, "--output", output, "--seed", 1)
-    assert result.err.startswith("answering 4 prompts\n")
-
-
-def test_a_file_of_the_user_in_the_place_of_stored_answers_is_kept(
-    prompts: Path, output: Path
-) -> None:
-    partial = Path(f"{output}.partial")
-    partial.write_text('{"own": 1}\n')
-    assert "choose another output" in refusal(command("--prompts", prompts, "--output", output))
-    assert partial.read_text() == '{"own": 1}\n'
 
 
 def test_an_old_calibration_is_renewed(prompts: Path, tmp_path: Path) -> None:
@@ -214,9 +131,6 @@ def test_nan_logits_are_an_error(prompts: Path, tmp_path: Path, tiny: LanguageMo
     error = refusal_after_progress(command("--prompts", prompts, model=folder))
     assert error.startswith("error: prompt ")
     assert "NaN" in error
-    text = tmp_path / "text.txt"
-    text.write_text(PROMPTS[1])
-    assert "text 1: NaN" in refusal(command("--texts", text, model=folder))
 
 
 def refusal_after_progress(result: Result) -> str:
@@ -240,20 +154,16 @@ def copy_tiny(tmp_path: Path) -> Path:
     [
         ("", ("--prompts", "x.txt"), "x.txt: contains no prompt"),
         ("\n  \n", ("--prompts", "x.txt"), "x.txt: contains no prompt"),
-        ("", ("--prompts", "x.jsonl"), "x.jsonl: contains no prompt"),
+        ("", ("--prompts", "x.jsonl"), "x.jsonl: holds no records"),
         ('{"prompt": ""}', ("--prompts", "x.jsonl"), "x.jsonl: line 1: 'prompt' is empty"),
         ("Guests:", ("--prompts", "x.jsonl"), "x.jsonl: line 1: not valid JSON"),
         ('{"messages": [{}]}', ("--prompts", "x.jsonl"), "prompt 1: "),
         ("a " * 5000, ("--prompts", "x.txt"), "prompt 1: the prompt has"),
         ("Guests:", ("--prompts", "no.txt"), "no.txt: no such file"),
-        ("", ("--texts", "x.txt"), "x.txt: contains no text"),
-        (" \n", ("--texts", "x.txt"), "x.txt: contains no text"),
-        ("Guests:", ("--texts", "x.txt", "--prompts", "x.txt"), "give only one of --prompts and"),
-        ("Guests:", ("--prompts", "x.txt", "--slots", 0), "--slots must be at least 1"),
         ("Guests:", ("--prompts", "x.txt", "--seed", -1), "--seed must be at least 0"),
         ("Guests:", ("--output", "mine.toml"), "--output mine.toml: the name of a calibration"),
         ("Guests:", ("--output", "no/mine.json"), "cannot be written: no folder no"),
-        ("Guests:", ("--texts", "x.json", "--output", "x.json"), "x.json: would"),
+        ("Guests:", ("--prompts", "x.json", "--output", "x.json"), "x.json: would"),
         ("Guests:", ("--sampler", "entropix"), "unknown options: --sampler"),
     ],
 )
@@ -270,32 +180,6 @@ def test_bad_input(
     more = () if "--output" in arguments else ("--output", "mine.json")
     assert complaint in refusal(command(*arguments, *more))
     assert {path.name for path in tmp_path.iterdir()} == {"x.txt", "x.jsonl", "x.json"}
-
-
-def test_shares_of_the_regimes(tiny: LanguageModel) -> None:
-    """Held against the conditions of `entropix`, on random points."""
-    rng = np.random.default_rng(0)
-    values = {name: rng.exponential(size=5000).astype(np.float32) for name in TABLES}
-    calibration = Calibration.from_values(values, "", {})
-    h, u = values["entropy"], values["varentropy"]
-    shares = regime_shares(tiny, load_sampler("entropix").resolve(calibration), values)
-    low, high = (calibration.value("entropy", percent) for percent in (30, 70))
-    middle = calibration.value("varentropy", 60)
-    boxes = {
-        "lelv": (h < low) & (u < middle),
-        "helv": (h > high) & (u < middle),
-        "lehv": (h < high) & (u > middle),
-        "hehv": (h > high) & (u > middle),
-    }
-    expected = {name: float(np.mean(inside)) for name, inside in boxes.items()}
-    expected["mid"] = 1 - sum(expected.values())
-    assert shares == pytest.approx(expected)
-    assert list(shares) == list(REGIMES)
-
-
-def test_the_presets_of_the_report() -> None:
-    names = [sampler.name for sampler in quadrant_presets()]
-    assert names == ["band", *(f"document-00{i}" for i in range(5)), "entropix"]
 
 
 # Shipped files

@@ -12,8 +12,7 @@ from typing import Any, get_args
 import pytest
 
 from entropix_jax.errors import Note, UserError
-from entropix_jax.lab.tasks.gsm8k import EXEMPLARS
-from entropix_jax.lab.tasks.nq_open import normalize_answer
+from entropix_jax.lab.tasks.published import EXEMPLARS, normalize_answer
 from entropix_jax.lab.tasks.registry import find_task, locate_task
 from entropix_jax.lab.tasks.task import Item, Split
 from entropix_jax.lab.tasks.writing import Writing
@@ -140,11 +139,11 @@ def test_measures_of_writing(text: str, wanted: tuple[tuple[int, int], ...]) -> 
 @pytest.mark.parametrize(
     ("kind", "content", "message"),
     [
-        ("svamp", "{", "bad: not JSON: "),
-        ("svamp", "{}", "bad: must hold a list"),
-        ("svamp", "[]", "bad: must hold a list"),
+        ("svamp", "[{", "bad: not JSON: "),
+        ("svamp", "{}", "bad: entry 1: an entry is an object with the texts 'ID'"),
+        ("svamp", "[]", "bad: is empty"),
         *(
-            ("svamp", json.dumps([{**KITES, "Answer": 1}, one]), "bad: entry 2: a problem is an")
+            ("svamp", json.dumps([{**KITES, "Answer": 1}, one]), "bad: entry 2: an entry is an")
             for one in (3, KITES, {**KITES, "Answer": "7"}, {**KITES, "Answer": True})
         ),
         (
@@ -152,11 +151,11 @@ def test_measures_of_writing(text: str, wanted: tuple[tuple[int, int], ...]) -> 
             json.dumps(2 * [{**KITES, "Answer": 10**400}]),
             "two entries have the id 'own-",
         ),
-        ("svamp", json.dumps([{**KITES, "Answer": float("nan")}]), "entry 1: a problem is an"),
+        ("svamp", json.dumps([{**KITES, "Answer": float("nan")}]), "entry 1: an entry is an"),
         ("nq-open", "\n", "bad: is empty"),
         ("nq-open", "\n{", "bad: line 2: not JSON: "),
         *(
-            ("nq-open", json.dumps({"question": q, "answer": a}), "bad: line 1: an entry is an")
+            ("nq-open", json.dumps({"question": q, "answer": a}), "bad: entry 1: an entry is an")
             for q, a in ((" ", ["x"]), ("q", []), ("q", "x"), ("q", ["x", 3]), (1, ["x"]))
         ),
         ("gsm8k", "", "bad: is empty"),
@@ -171,7 +170,7 @@ def test_bad_files_are_one_line(tmp_path: Path, kind: str, content: str, message
 def test_files_are_found_by_their_published_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ENTROPIX_DATA", raising=False)
     for name in ("svamp", "svamp:"):
-        with pytest.raises(UserError, match=r"no file: give svamp:FILE\.json, or --data or ENTROP"):
+        with pytest.raises(UserError, match=r"no file: give svamp:FILE, or --data or ENTROP"):
             locate_task(name)
     monkeypatch.setenv("ENTROPIX_DATA", "/there")
     assert locate_task("gsm8k") == "gsm8k:/there/gsm8k_test.jsonl"
@@ -186,7 +185,6 @@ PUBLISHED = {"gsm8k": 1319, "svamp": 1000, "nq-open": 3610, "ifeval": 541}
 
 
 @pytest.mark.parametrize(("name", "size"), PUBLISHED.items())
-@pytest.mark.filterwarnings("ignore:ifeval. sentences are split by")
 def test_the_published_files(task_data: Path, name: str, size: int) -> None:
     """Each can be read, and what it says is right is right."""
     task = find_task(locate_task(name, str(task_data)))

@@ -1,7 +1,8 @@
-"""Findings of studies from rows made by hand: by task and measure, tables, JSON and plots."""
+"""Findings of studies from rows made by hand: figures, page, JSON, CSV and plots."""
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from collections.abc import Iterator
@@ -9,73 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
-from entropix_jax.lab.comparison import ALL, SCORE, compare
-from entropix_jax.lab.digest import KINDS, Digest, SettingDigest, collect_digest
-from entropix_jax.lab.findings import Findings, analyse_digest
+from entropix_jax.lab.findings import ALL, SCORE, Findings, analyse
+from entropix_jax.lab.page import format_page
 from entropix_jax.lab.plots import draw_plots
-from entropix_jax.lab.record import record_findings
-from entropix_jax.lab.statistics import Bootstrap, joint_intervals
-from entropix_jax.lab.summary import format_summary
-from entropix_jax.lab.tables import flatten_row, write_scores
+from entropix_jax.lab.results import results_frame, write_results, write_scores
+from entropix_jax.lab.statistics import Bootstrap, Interval, joint_intervals
+from entropix_jax.lab.votes import KINDS
 
 PREDICTORS = "mean_entropy max_entropy mean_varentropy max_varentropy perplexity".split()
-ABOUT = {"description": "", "seeds": "0"}
-
-
-def digest_with(scores: dict[str, list[float]], **more: Any) -> Digest:
-    """Settings by the scores of four items, of two tasks."""
-    settings = {}
-    for name, values in scores.items():
-        several = {(kind, 1): (values, [10.0] * 4) for kind in KINDS}
-        one = SettingDigest(name, name, {}, several, rows=4, **more)
-        one.row_scores, one.row_items = list(values), [0, 1, 2, 3]
-        one.predictors = {key: [1.0, 2.0, 3.0, 4.0] for key in PREDICTORS}
-        settings[name] = one
-    return Digest(["a", "b"], [0, 0, 0, 1], settings, {"a": [], "b": []})
-
-
-def test_ids_that_no_file_can_hold_are_escaped(tmp_path: Path) -> None:
-    """An item's id may be any text of JSON."""
-    row = dict.fromkeys(("setting", "seed", "score", "tokens", "forwards", "finish_reason"), 1)
-    rows: Any = [{**row, "task": "t", "item": "\ud800", "measures": {"a": (1.0, 3.0)}}]
-    write_scores(rows, tmp_path / "scores.csv")
-    written = (tmp_path / "scores.csv").read_text().splitlines()
-    assert written[1] == "t,\\ud800,1,1,1,1,1,1,a=1/3"
-
-
-def test_findings() -> None:
-    digest = digest_with({"base": [1, 1, 0, 0], "other": [1, 1, 1, 1]})
-    found = analyse_digest(digest, ["base"], {"other": "base"}, (1,), ["base", "other"])
-    base, other = found.lines
-    assert base.over_baseline is base.over_base is base.at_equal_cost is None
-    assert other.over_base is not None
-    assert other.over_baseline is not None
-    assert [other.over_base.value, other.over_baseline.value] == pytest.approx([2 / 3, 2 / 3])
-    assert found.predictors["base", "all"]["mean_entropy"].value == 1.0
-    # Of what is all right, or all wrong, as in the second task, there is nothing to predict.
-    assert {*found.predictors} == {("base", "all"), ("base", "a")}
-    assert {*found.bins} == {"base"}
-    page = format_summary(found, ABOUT)
-    assert "| other | 1.000 [1.000, 1.000] | 1.000 [1.000, 1.000] | 1.000 [" in page
-    assert "| other | 1.000 [1.000, 1.000] | 10.0 | +0.667 [" in page
-
-
-@pytest.mark.parametrize("where", ["base", "other"])
-def test_a_task_without_a_score_leaves_the_others_theirs(where: str) -> None:
-    scores = {"base": [1.0, 1, 0, 0], "other": [1.0, 0, 1, 1]}
-    scores[where][2] = math.nan
-    found = analyse_digest(digest_with(scores), ["base"], {}, (1,), ["base"])
-    assert [line.score.value for line in found.lines] == [0.0, 1.0]
-    assert found.comparison.overall is found.comparison.tasks[1]
-    scores[where][3] = math.nan
-    found = analyse_digest(digest_with(scores), ["base"], {}, (1,), ["base"])
-    assert not found.lines
-    assert not found.predictors
-
-
-# Rows
+RECORDED = Path(__file__).with_name("recorded_page.md")
 
 SETTINGS, SEEDS, ITEMS = ("plain", "sharp", "wide"), (0, 1, 2), 6
 VOTES = {"sums": True, "rules": False, "tales": False}
@@ -121,20 +67,20 @@ def row(
         "distinct_2": 1.0,
         "repetition": float(rng.random()),
         **{key: float(rng.random()) for key in PREDICTORS[:-1]},
-        "confidence_lows": [(float(rng.random()), 1)],
+        "lowest_group_confidence": float(rng.random()),
         "timings": {"seconds": 0.5},
         **({"measures": own[task]} if task in own else {}),  # older files have none
     }
 
 
-@pytest.fixture(scope="module")
-def digest() -> Digest:
-    return collect_digest(rows(), VOTES, sizes=(1, 3))
+def analyse_rows(found: list[dict[str, Any]], sizes: tuple[int, ...] = (1, 3)) -> Findings:
+    frame = results_frame(found)
+    return analyse(frame, VOTES, ("plain", "wide"), sizes, ["plain", "sharp"], pd.DataFrame())
 
 
 @pytest.fixture(scope="module")
-def findings(digest: Digest) -> Findings:
-    return analyse_digest(digest, ("plain", "wide"), {}, (1, 3), ["plain"])
+def findings() -> Findings:
+    return analyse_rows([*rows()])
 
 
 def of(task: str, setting: str) -> list[dict[str, Any]]:
@@ -146,147 +92,131 @@ def by_item(task: str, setting: str) -> list[list[dict[str, Any]]]:
     return [[one for one in found if one["item"] == str(item)] for item in range(ITEMS)]
 
 
-def test_measures_are_parts_over_wholes(digest: Digest) -> None:
-    items = digest.items(["tales"])
-    assert items == [*range(2 * ITEMS, 3 * ITEMS)]
+def value(findings: Findings, task: str, setting: str, measure: str) -> Interval:
+    chosen = findings.values.set_index(["task", "setting", "measure"])["estimate"]
+    found: Interval = chosen[task, setting, measure]
+    return found
+
+
+def test_the_page_has_the_recorded_figures(findings: Findings) -> None:
+    """Those of an earlier implementation, which had no data frames."""
+    assert format_page(findings, {"description": "", "seeds": "0"}) == RECORDED.read_text()
+
+
+def test_measures_are_parts_over_wholes(findings: Findings) -> None:
     for setting in SETTINGS:
-        own, found = of("tales", setting), digest.settings[setting]
+        own = of("tales", setting)
         tokens = sum(one["tokens"] for one in own)
         odd = sum(one["measures"]["odd_words"][0] for one in own)
-        assert found.mean("odd_words") == found.mean("odd_words", items) == odd / tokens
         logs = [one["tokens"] * math.log(one["perplexity"]) for one in own]
-        assert found.mean("logprob", items) == pytest.approx(-sum(logs) / tokens)
-        repetition = np.mean([one["repetition"] for one in own])
-        assert found.mean("repetition", items) == pytest.approx(repetition)
-        assert found.mean("seconds", items) == pytest.approx(0.5 * len(own) / tokens)
-        assert found.mean("forwards", items) == np.mean([one["forwards"] for one in own])
-        parts, wholes = found.measure("odd_words", items)
-        assert [*wholes] == [sum(o["tokens"] for o in group) for group in by_item("tales", setting)]
-        assert parts.sum() == odd
-        assert math.isnan(found.mean("odd_words", digest.items(["sums"])))
-    assert digest.own == {"sums": [], "rules": ["kept"], "tales": ["odd_words"]}
-    assert digest.free == {"rules", "tales"}
-    assert digest.scored() == [*SCORED]
+        wanted = {
+            "odd_words": odd / tokens,
+            "logprob": -sum(logs) / tokens,
+            "repetition": np.mean([one["repetition"] for one in own]),
+        }
+        for measure, mean in wanted.items():
+            assert value(findings, "tales", setting, measure).value == pytest.approx(mean)
+        costs = findings.costs.set_index(["task", "setting"]).loc[("tales", setting)]
+        assert costs["seconds_per_token"] == pytest.approx(0.5 * len(own) / tokens)
+        assert costs["forwards"] == pytest.approx(np.mean([one["forwards"] for one in own]))
     # A task's own measure comes before another of its name.
-    renamed = [{**one, "measures": {"repetition": [1, 4]}} for one in of("tales", "plain")]
-    again = collect_digest(renamed, VOTES, sizes=(1,)).settings["plain"]
-    assert again.mean("repetition") == 0.25
+    renamed = [{**one, "measures": {"repetition": [1, 4]}} for one in rows()]
+    assert value(analyse_rows(renamed), "tales", "plain", "repetition").value == 0.25
 
 
-def test_several_samples(digest: Digest) -> None:
+def test_several_samples(findings: Findings) -> None:
     """Votes only where they mean something; a choice everywhere. All of three samples are one set,
     whoever begins, except for ties."""
+    several = findings.several.set_index(["task", "setting", "kind", "samples"])["estimate"]
     for setting in SETTINGS:
-        found = digest.settings[setting]
-        for number, task in enumerate(SCORED):
+        for task in SCORED:
             groups = by_item(task, setting)
-            here = slice(number * ITEMS, (number + 1) * ITEMS)
             single = [np.mean([one["score"] for one in group]) for group in groups]
             best = [max(one["score"] for one in group) for group in groups]
             votes = [float(np.mean([one["score"] for one in group]) > 0.5) for group in groups]
             likely = [min(group, key=lambda o: o["perplexity"])["score"] for group in groups]
-            sure = [max(group, key=lambda o: o["confidence_lows"])["score"] for group in groups]
-            cost = [sum(one["forwards"] for one in group) for group in groups]
-            for kind, wanted in (("best", best), ("likeliest", likely), ("surest", sure)):
-                assert [*found.score(3, kind)[here]] == wanted
-                assert [*found.cost(3, kind)[here]] == cost
-            assert [*found.score(3)[here]] == pytest.approx(votes if VOTES[task] else single)
+            sure = [
+                max(group, key=lambda o: o["lowest_group_confidence"])["score"] for group in groups
+            ]
+            majority = votes if VOTES[task] else single
+            wanted = {"best": best, "likeliest": likely, "surest": sure, "majority": majority}
+            for kind, scores in wanted.items():
+                assert several[task, setting, kind, 3].value == pytest.approx(np.mean(scores))
             for kind in KINDS:
-                assert [*found.score(1, kind)[here]] == pytest.approx(single)
-        assert np.isnan(found.score(3, "best")[2 * ITEMS :]).all()
+                assert several[task, setting, kind, 1].value == pytest.approx(np.mean(single))
+    assert {*findings.several["task"]} == {ALL, *SCORED}
 
 
-def test_differences_from_two_baselines(digest: Digest) -> None:
+def test_differences_are_joint(findings: Findings) -> None:
     """Of a task without a score all measures and settings are one family."""
-    comparison = compare(digest, ("plain", "wide"))
-    sums, rules, tales = comparison.tasks
-    assert comparison.overall is not None
-    assert [family.task for family in comparison.scored] == [ALL, *SCORED]
-    assert sums.columns == rules.columns == comparison.overall.columns == (SCORE,)
-    assert rules.further[0] == "kept"
-    assert {"odd_words", "logprob", "repetition"} <= {*tales.columns}
-    assert not tales.further
+    tales = findings.differences[findings.differences["task"] == "tales"]
+    columns = [*tales["measure"].unique()]
+    assert {"odd_words", "logprob", "repetition"} <= {*columns}
+    odd = {
+        setting: [
+            [o["measures"]["odd_words"] for o in group] for group in by_item("tales", setting)
+        ]
+        for setting in SETTINGS
+    }
 
-    def resampled(setting: str, column: str) -> tuple[float, np.ndarray]:
-        parts, wholes = digest.settings[setting].measure(column, digest.items(["tales"]))
+    def ratio(setting: str) -> tuple[float, np.ndarray]:
+        parts, wholes = np.array(odd[setting], float).sum(1).T
         return Bootstrap([0] * ITEMS).ratio(parts, wholes)
 
+    only = analyse_rows([{**one, **BARE} for one in rows() if one["task"] == "tales"])
     for baseline, others in (("plain", ("sharp", "wide")), ("wide", ("plain", "sharp"))):
-        values, each = [], []
-        for setting in others:
-            for column in tales.columns:
-                (own, resamples), (base, of_base) = (
-                    resampled(name, column) for name in (setting, baseline)
-                )
-                values.append(own - base)
-                each.append(resamples - of_base)
-        wanted = joint_intervals(values, np.stack(each))
-        assert [*tales.over[baseline].values()] == wanted
-        assert [*tales.over[baseline]] == [(s, c) for s in others for c in tales.columns]
-    scores = {name: digest.settings[name].score() for name in SETTINGS}
-    over = comparison.overall.over["plain"]["wide", SCORE]
-    means = [scores[name][: 2 * ITEMS].mean() for name in ("wide", "plain")]
-    assert over.value == pytest.approx(means[0] - means[1])
+        pairs = [(ratio(setting), ratio(baseline)) for setting in others]
+        values = [own[0] - base[0] for own, base in pairs]
+        wanted = joint_intervals(values, np.stack([own[1] - base[1] for own, base in pairs]))
+        found = only.differences[only.differences["baseline"] == baseline]
+        assert [*found["measure"]] == ["odd_words"] * 2
+        for one, expected in zip(found["estimate"], wanted, strict=True):
+            assert (one.low, one.high) == pytest.approx((expected.low, expected.high))
 
 
-def tables(page: str, name: str) -> list[list[list[str]]]:
-    """The tables of a section, with their headings."""
-    text = page.partition(f"## {name}\n")[2].partition("\n## ")[0]
-    blocks = [block for block in text.split("\n\n") if block.startswith("|")]
-    return [[line.strip("| ").split(" | ") for line in block.splitlines()] for block in blocks]
+BARE = {"perplexity": None, "distinct_1": None, "distinct_2": None, "repetition": None, "text": ""}
 
 
-def test_the_page(findings: Findings) -> None:
-    page = format_summary(findings, ABOUT)
-    headings = [line[3:] for line in page.splitlines() if line.startswith("## ")]
-    wanted = ["Tasks", "Differences from plain", "Differences from wide", "Scores"]
-    assert headings[:5] == [*wanted, "Several samples"]
-    scores, rules, tales = tables(page, "Tasks")
-    assert scores[0] == ["setting", ALL, *SCORED]
-    assert [line[0] for line in scores[2:]] == [*SETTINGS]
-    assert rules[0][:2] == ["setting", "kept"]
-    assert tales[0][:3] == ["setting", "odd words", "ln p per token"]
-    value = findings.comparison.tasks[2].values["sharp", "odd_words"]
-    assert tales[3][1] == str(value)
-    differences, of_tales = tables(page, "Differences from wide")
-    assert [line[0] for line in differences[2:]] == ["plain", "sharp"]
-    over = findings.comparison.tasks[2].over["wide"]["plain", "odd_words"]
-    assert over.verdict == "lower"
-    assert of_tales[2][1] == (f"{over.value:+.3f} [{over.low:+.3f}, {over.high:+.3f}] **lower**")
-    everything, sums, rules = tables(page, "Several samples")
-    assert len(everything) == 2 + len(SETTINGS) * len(KINDS)
-    assert sums[0] == ["setting", *KINDS]
-    assert rules[0] == ["setting", "best", "likeliest", "surest"]  # no votes
-
-
-def test_the_record(findings: Findings) -> None:
-    """It is JSON, and has the numbers of the page."""
-    found = json.loads(json.dumps(record_findings(findings), allow_nan=False))
-    assert found["baselines"] == ["plain", "wide"]
-    assert [task["task"] for task in found["tasks"]] == [ALL, *SCORED, "tales"]
-    tales = found["tasks"][-1]
-    assert (tales["items"], tales["comparisons"]) == (ITEMS, 2 * len(tales["compared_by"]))
-    sharp = tales["settings"]["sharp"]
-    over = findings.comparison.tasks[2].over["wide"]["sharp", "odd_words"]
-    assert sharp["over"]["wide"]["odd_words"] == {
-        **{key: pytest.approx(getattr(over, key), abs=1e-6) for key in ("value", "low", "high")},
-        "verdict": over.verdict,
-    }
-    assert {*tales["settings"]["plain"]["over"]} == {"wide"}
-    assert sharp["forwards"] == pytest.approx(
-        np.mean([r["forwards"] for r in of("tales", "sharp")])
+def test_findings_are_json(findings: Findings) -> None:
+    found = json.loads(json.dumps(findings.to_json(), allow_nan=False))
+    assert (found["baselines"], found["sizes"]) == (["plain", "wide"], [1, 3])
+    tasks = [ALL, *SCORED, "tales"]
+    assert [*dict.fromkeys(one["task"] for one in found["values"])] == tasks
+    (one,) = (
+        one
+        for one in found["values"]
+        if (one["task"], one["setting"], one["measure"]) == ("tales", "sharp", "odd_words")
     )
-    (cost, _), (_, three) = findings.several_by_task["sums"]["wide", "best"]
-    one, last = found["several_samples"]["tasks"]["sums"]["wide"]["best"]
-    assert one["forwards"] == pytest.approx(cost, abs=1e-6)
-    assert last["score"]["value"] == pytest.approx(three.value, abs=1e-6)
-    assert {*found["at_equal_forwards"]} == {"sharp", "wide"}
-    assert {entry["task"] for entry in found["predictors"]} == {"all", *SCORED}
+    expected = value(findings, "tales", "sharp", "odd_words")
+    assert one["estimate"]["low"] == pytest.approx(expected.low, abs=1e-6)
+    assert [one["at_equal_forwards"] is None for one in found["scores"]] == [True, False, False]
+
+
+@pytest.mark.parametrize("where", ["plain", "sharp"])
+def test_a_task_with_a_missing_score_leaves_the_others_theirs(where: str) -> None:
+    missing = {"task": "rules", "setting": where, "item": "2", "seed": 1}
+    found = [{**one, "score": None} if missing.items() <= one.items() else one for one in rows()]
+    findings = analyse_rows(found)
+    assert findings.overall == "sums"
+    scores = findings.values[findings.values["measure"] == SCORE]
+    assert {*scores["task"]} == {"sums"}
+    only = analyse_rows([{**one, "score": None} for one in rows()])
+    assert only.overall is None
+    assert not len(only.scores) + len(only.predictors) + len(only.several)
+
+
+def test_nothing_predicts_errors_where_there_are_none() -> None:
+    right = [{**one, "score": 1.0} if one["task"] == "rules" else one for one in rows()]
+    findings = analyse_rows(right)
+    assert {*findings.predictors["task"]} == {"all", "sums"}
+    perfect = [{**one, "max_entropy": 1 - (one["score"] or 0)} for one in rows()]
+    predicted = analyse_rows(perfect).predictors["max_entropy"]
+    assert {one.value for one in predicted} == {1.0}
 
 
 def test_texts_without_tokens() -> None:
-    """They have no measures: where all of a setting are empty, nothing is told of them."""
-    none = {"tokens": 0, "forwards": 0, "text": "", "answer": None, "confidence_lows": []}
+    """They have no measures: where all of a setting are empty, its cells are empty."""
+    none = {"tokens": 0, "forwards": 0, "text": "", "answer": None}
     kept = "phase task item setting sampler varied seed score retracted finish_reason timings"
     empty = [
         {**{key: one[key] for key in kept.split()}, **none, "regimes": {}, "actions": {}}
@@ -294,26 +224,30 @@ def test_texts_without_tokens() -> None:
         else one
         for one in rows()
     ]
-    digest = collect_digest(empty, VOTES, sizes=(1, 3))
-    found = analyse_digest(digest, ["plain"], {}, (1, 3), ["plain"])
-    tales = found.comparison.tasks[2]
-    assert math.isnan(tales.values["wide", "odd_words"].value)
-    assert tales.values["sharp", "odd_words"].low > 0
-    over = tales.over["plain"]
-    assert math.isnan(over["wide", "odd_words"].low)
-    assert over["sharp", "odd_words"].low < over["sharp", "odd_words"].value
-    record = record_findings(found)
-    assert record["tasks"][-1]["settings"]["wide"]["over"]["plain"]["logprob"]["verdict"] is None
-    assert "nan" not in json.dumps(record, allow_nan=False)
-    assert tables(format_summary(found, ABOUT), "Differences from plain")[1][-1] == ["wide"]
+    findings = analyse_rows(empty)
+    assert math.isnan(value(findings, "tales", "wide", "odd_words").value)
+    assert value(findings, "tales", "sharp", "odd_words").low > 0
+    assert "nan" not in json.dumps(findings.to_json(), allow_nan=False)
+    page = format_page(findings, {"description": ""}).partition("## Differences from plain")[2]
+    assert any(line.strip("| ") == "wide" for line in page.splitlines())
 
 
-def test_measures_in_the_tables() -> None:
-    first = next(rows())
-    assert flatten_row(first, [], ["kept"])["measure_kept"] is None
-    second = {**first, "measures": {"kept": [1, 2]}}
-    cells = flatten_row(second, [], ["kept"])
-    assert (cells["measure_kept"], cells["measure_kept_of"]) == (1.0, 2.0)
+def test_files(tmp_path: Path) -> None:
+    """An item's id may be any text of JSON."""
+    found = [{**one, "item": "\ud800", "varied": {"a.b": 1}} for one in rows()][-2:]
+    frame = results_frame(found)
+    write_scores(frame, tmp_path / "scores.csv")
+    write_results(frame, tmp_path / "results.csv")
+    _, line, _ = (tmp_path / "scores.csv").read_text().splitlines()
+    part, whole = found[0]["measures"]["odd_words"]
+    tokens = found[0]["tokens"]
+    assert line == f"tales,\\ud800,wide,1,,{tokens},{tokens + 2},end,odd_words={part}/{whole}"
+    heading, line, _ = (tmp_path / "results.csv").read_text().splitlines()
+    assert heading.endswith(",text,a.b,measure_odd_words,measure_odd_words_of")
+    assert line.endswith(f",1,{part}.0,{whole}.0")
+    write_results(results_frame([{**found[0], "text": "a\rb\nc"}]), tmp_path / "results.csv")
+    with (tmp_path / "results.csv").open(newline="", encoding="utf-8") as file:
+        assert [row["text"] for row in csv.DictReader(file)] == ["a\rb\nc"]
 
 
 def test_plots(findings: Findings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,20 +263,15 @@ def test_plots(findings: Findings, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Axes, "errorbar", errorbar)
     names = draw_plots(findings, tmp_path)
-    assert names[:4] == ["scores", "differences", "differences-2", "quality"]
+    assert names == ["scores", "differences", "differences-2"]
     assert {path.name for path in tmp_path.iterdir()} == {
         f"{name}.{suffix}" for name in names for suffix in ("png", "svg")
     }
-    scored, overall = findings.comparison.scored, findings.comparison.overall
-    assert overall is not None
+    over = findings.differences.set_index(["baseline", "task", "setting", "measure"])["estimate"]
     forest = [
-        (family.over[baseline][name, SCORE].value, place)
+        (over[baseline, task, name, SCORE].value, place)
         for baseline, others in (("plain", SETTINGS[1:]), ("wide", SETTINGS[:2]))
-        for family in scored
+        for task in (ALL, *SCORED)
         for place, name in enumerate(others)
     ]
-    values = findings.comparison.tasks[2].values
-    quality = [
-        (values[name, "repetition"].value, overall.values[name, SCORE].value) for name in SETTINGS
-    ]
-    assert drawn[len(SETTINGS) :][: len(forest) + 3] == forest + quality
+    assert drawn[len(SETTINGS) :] == forest

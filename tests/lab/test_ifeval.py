@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from entropix_jax.errors import Note, UserError
+from entropix_jax.errors import UserError
 from entropix_jax.lab.tasks.task import Item, Task
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install -e .[harness]")
@@ -19,10 +18,7 @@ pytest.importorskip("langdetect", reason="langdetect is not installed: pip insta
 
 import nltk
 
-from entropix_jax.lab.tasks.ifeval import IfEval
-from entropix_jax.lab.tasks.instructions import Instruction, check, load_checkers
-
-pytestmark = pytest.mark.filterwarnings("ignore:ifeval. sentences are split by")
+from entropix_jax.lab.tasks.ifeval import IfEval, Instruction, check, load_checkers
 
 NO_COMMA, BULLETS = "punctuation:no_comma", "detectable_format:number_bullet_lists"
 WORDS, SENTENCES = "length_constraints:number_words", "length_constraints:number_sentences"
@@ -134,34 +130,18 @@ def test_a_text_of_no_language_is_no_error(caplog: pytest.LogCaptureFixture) -> 
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"instruction_id_list": [NO_COMMA, "keywords:none"]}, "no instruction 'keywords:none'"),
-        ({"kwargs": [{"num_words": 1}, FEW]}, f"instruction '{NO_COMMA}': TypeError: "),
-        ({"kwargs": [{}, {**FEW, "relation": "about"}]}, f"instruction '{WORDS}': ValueError: "),
-        *(
-            (one, "an entry is an object with the integer 'key', the text 'prompt'")
-            for one in NO_ENTRIES
-        ),
-    ],
-)
-def test_bad_entries_are_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=rf"entries\.jsonl: line 2: {re.escape(message)}"):
+@pytest.mark.parametrize("changes", NO_ENTRIES)
+def test_bad_entries_are_one_line(tmp_path: Path, changes: dict[str, Any]) -> None:
+    form = (
+        r"entries\.jsonl: entry 2: an entry is an object with the integer 'key', the text 'prompt'"
+    )
+    with pytest.raises(UserError, match=form):
         task_of(tmp_path, entry(), entry(**changes))
 
 
-@pytest.mark.parametrize("data", [False, True])
 def test_nothing_is_downloaded(
-    data: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The data of Punkt is used where it is. This one knows an abbreviation."""
-    folder = tmp_path / "tokenizers" / "punkt_tab" / "english"
-    if data:
-        folder.mkdir(parents=True)
-        for name in ("collocations.tab", "sent_starters.txt", "ortho_context.tab"):
-            (folder / name).write_text("")
-        (folder / "abbrev_types.txt").write_text("approx\n")
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
     for name in [name for name in sys.modules if name.startswith("lm_eval.tasks.ifeval")]:
         monkeypatch.delitem(sys.modules, name)
@@ -169,11 +149,8 @@ def test_nothing_is_downloaded(
     monkeypatch.setattr(nltk, "download", lambda *given, **named: downloads.append(given))
     load_checkers.cache_clear()
     try:
-        told = "data of Punkt, as in the original" if data else "without its data"
-        with pytest.warns(Note, match=f"ifeval: sentences are split by .*{told}"):
-            load_checkers()
-        few = (SENTENCES, {"relation": "less than", "num_sentences": 2})
-        assert check([few], ASKED, "It is approx. Two.") == [data]
+        few = (SENTENCES, {"relation": "less than", "num_sentences": 3})
+        assert check([few], ASKED, "It is a fig. It is ripe.") == [True]
         capital = (CAPITALS, {"capital_relation": "at least", "capital_frequency": 1})
         assert check([capital], ASKED, "It is OK.") == [True]
     finally:

@@ -14,17 +14,14 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from entropix_jax.engine.results import Row
-from entropix_jax.lab.figures import error_bars
 from entropix_jax.lab.measures import distinct, measure_row, repetition, self_bleu
+from entropix_jax.lab.plots import error_bars
 from entropix_jax.lab.statistics import (
     Bootstrap,
     Interval,
     auroc,
     auroc_interval,
     joint_intervals,
-    majority_vote,
-    reliability,
-    rotate,
 )
 from tests.support.runs import unrun
 
@@ -53,7 +50,7 @@ def test_equal_scores_have_an_interval_without_width(items: int) -> None:
     costs, curve = np.ones((2, items + 3)), np.ones((2, items + 3))
     costs[1] = 3.0
     over = bootstrap.over_curve(costs, curve, np.full(items + 3, 1.7), np.ones(items + 3))
-    assert over.verdict == "no difference seen"
+    assert over.verdict == "not significant"
 
 
 def weights() -> tuple[Floats, Floats]:
@@ -78,10 +75,6 @@ def test_the_mean_and_its_interval() -> None:
     value, each = Bootstrap(STRATA).ratio(scores, wholes)
     assert value == pytest.approx((even @ scores) / (even @ wholes), abs=1e-12)
     np.testing.assert_allclose(each, (drawn @ scores) / (drawn @ wholes), atol=1e-9)
-    twice = Bootstrap(STRATA).estimates(np.stack([scores, wholes]))
-    assert [(one.value, one.low, one.high) for one in twice] == [
-        pytest.approx((even @ own, *bounds(drawn @ own)), abs=1e-9) for own in (scores, wholes)
-    ]
 
 
 @pytest.mark.parametrize("paired", [False, True])
@@ -139,7 +132,7 @@ def test_joint_intervals_cover_all_differences() -> None:
         values, each = zip(*(bootstrap.ratio(d, np.ones(items)) for d in differences), strict=True)
         found = joint_intervals(values, np.stack(each))
         joint += all(one.low <= t <= one.high for one, t in zip(found, truth, strict=True))
-        found = bootstrap.estimates(differences)
+        found = [bootstrap.estimate(own) for own in differences]
         single += all(one.low <= t <= one.high for one, t in zip(found, truth, strict=True))
     assert 0.92 <= joint / studies <= 0.98
     assert single / studies < 0.85
@@ -149,9 +142,9 @@ def test_verdicts_and_error_bars() -> None:
     for low, high, verdict in (
         (0.1, 0.2, "higher"),
         (-0.2, -0.1, "lower"),
-        (-0.1, 0.2, "no difference seen"),
-        (0.0, 0.2, "no difference seen"),
-        (1e-17, 1e-16, "no difference seen"),  # rounding
+        (-0.1, 0.2, "not significant"),
+        (0.0, 0.2, "not significant"),
+        (1e-17, 1e-16, "not significant"),  # rounding
     ):
         assert Interval((low + high) / 2, low, high).verdict == verdict
     # Percentile intervals need not contain the value; bars are not negative.
@@ -184,29 +177,6 @@ def test_over_a_curve_by_hand() -> None:
     assert found.value == pytest.approx(above(even), abs=1e-12)
     expected = bounds([above(weight) for weight in drawn])
     assert (found.low, found.high) == pytest.approx(expected, abs=1e-6)
-
-
-# Votes
-
-
-def test_votes() -> None:
-    for given, majority in (
-        (["a", "b", "b"], "b"),
-        (["a", "b", "b", "a"], "a"),  # of equals the first
-        ([None, None, "c"], "c"),  # who says nothing has no vote
-        ([None, None], None),
-        ([], None),
-    ):
-        assert majority_vote(given) == majority
-    answers = ["a", "b", "b", None, "a"]
-
-    def rotating_votes(answers: list[str | None], k: int) -> list[str | None]:
-        return [majority_vote(run) for run in rotate(answers, k)]
-
-    assert rotating_votes(answers, 1) == answers
-    assert rotating_votes(answers, 3) == ["b", "b", "b", "a", "a"]
-    assert rotating_votes(answers, 5) == ["a", "b", "b", "a", "a"]  # equals: whoever begins
-    assert rotating_votes(["a", "b"], 2) == ["a", "b"]
 
 
 # Predictors
@@ -250,19 +220,6 @@ def test_the_interval_of_auroc_resamples_items() -> None:
         for chosen in (rng.integers(60, size=60) for _ in range(4000))
     ]
     assert (once.low, once.high) == pytest.approx(bounds(drawn), abs=0.02)
-
-
-def test_reliability() -> None:
-    rng = rng_of(9)
-    values, scores = rng.random(1003), rng.random(1003)
-    bins = reliability(values, scores)
-    parts = np.array_split(np.argsort(values), 10)
-    assert [b.number for b in bins] == [len(part) for part in parts]
-    for b, part in zip(bins, parts, strict=True):
-        assert (b.low, b.high) == (values[part].min(), values[part].max())
-        assert b.mean == pytest.approx(values[part].mean())
-        assert b.score == pytest.approx(scores[part].mean())
-    assert [b.number for b in reliability(values[:7], scores[:7])] == [1] * 7
 
 
 # Texts

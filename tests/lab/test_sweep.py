@@ -12,8 +12,15 @@ import pytest
 
 from entropix_jax.errors import UserError
 from entropix_jax.host.resources import resource_folder
-from entropix_jax.lab.by_task import ByTask
-from entropix_jax.lab.sweep import Setting, Sweep, find_sweep, list_names, make_tuning, read_sweep
+from entropix_jax.lab.sweep import (
+    ByTask,
+    Setting,
+    Sweep,
+    find_sweep,
+    list_names,
+    make_sweep,
+    read_sweep,
+)
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
 from tests.support.samplers import calibration_of
@@ -42,6 +49,21 @@ def changed(setting: Setting, base: str = "entropix") -> dict[str, Any]:
     return {key: value for key, value in values.items() if value != own.get(key)}
 
 
+def tune(
+    samplers: list[str], calibrate: Any = lambda sampler: sampler, **table: Any
+) -> Mapping[str, tuple[Setting, ...]]:
+    content = {"tasks": ["sums"], "tuning": {"samplers": samplers, **table}}
+    tuning = make_sweep(content, Path(), calibrate).tuning
+    assert tuning is not None
+    return tuning.candidates
+
+
+def draws(sampler: str, ranges: Mapping[str, Any], number: int) -> list[Mapping[str, Any]]:
+    """The values of random draws for tuning."""
+    (_, *group) = tune([sampler], settings=number + 1, over={sampler: ranges})[sampler]
+    return [setting.varied for setting in group]
+
+
 # The files that come with the package
 
 
@@ -55,9 +77,8 @@ def test_shipped_sweeps() -> None:
             assert len(names) > 1
     # Each mechanism is switched off alone, and every setting differs from the base.
     base, *others = read_sweep(find_sweep("mechanisms")).settings
-    assert (base.name, changed(base), base.base) == ("entropix", {}, None)
+    assert (base.name, changed(base)) == ("entropix", {})
     assert all(changed(setting) for setting in others)
-    assert {setting.base for setting in others} == {"entropix"}
 
 
 def test_the_sweeps_of_the_study_of_quadrants() -> None:
@@ -88,20 +109,15 @@ def test_a_grid_is_a_product(tmp_path: Path) -> None:
     assert [setting.name for setting in lists.settings] == names
 
 
-RANDOM = """[random]
-settings = 300
-seed = {seed}
-[random.over]
-"base.temperature" = {{ from = 0.02, to = 2.0, scale = "log" }}
-"base.min_p" = {{ from = 0.1, to = 0.5 }}
-"base.top_k" = {{ from = 2, to = 5 }}
-"arms.lehv" = ["branch", "explore"]
-"""
-
-
-def test_random_draws(tmp_path: Path) -> None:
-    first, again, other = (varied(read(tmp_path, RANDOM.format(seed=seed))) for seed in (3, 3, 4))
-    assert first == again != other
+def test_random_draws() -> None:
+    ranges = {
+        "base.temperature": {"from": 0.02, "to": 2.0, "scale": "log"},
+        "base.min_p": {"from": 0.1, "to": 0.5},
+        "base.top_k": {"from": 2, "to": 5},
+        "arms.lehv": ["branch", "explore"],
+    }
+    first, again = (draws("entropix", ranges, 300) for _ in range(2))
+    assert first == again != draws("band", ranges, 300)
     assert len({tuple(point.values()) for point in first}) == len(first) == 300
     columns = {key: [point[key] for point in first] for key in first[0]}
     assert {*columns["arms.lehv"]} == {"branch", "explore"}
@@ -115,17 +131,16 @@ def test_random_draws(tmp_path: Path) -> None:
         assert below == pytest.approx(150, abs=4 * math.sqrt(300) / 2)
 
 
-def test_draws_are_repeated_until_they_fit(tmp_path: Path) -> None:
-    both = '"thresholds.h1" = { from = 0, to = 4 }\n"thresholds.h2" = { from = 0, to = 4 }\n'
-    points = varied(read(tmp_path, f"[random]\nsettings = 50\n[random.over]\n{both}"))
+def test_draws_are_repeated_until_they_fit() -> None:
+    both = {f"thresholds.{name}": {"from": 0, "to": 4} for name in ("h1", "h2")}
+    points = draws("entropix", both, 50)
     assert len(points) == 50
     assert all(point["thresholds.h1"] <= point["thresholds.h2"] for point in points)
     # All draws of a small space.
-    over = '[random.over]\n"arms.mid" = ["sample", "argmax"]\n"base.top_k" = [1, 2, 2]\n'
-    points = varied(read(tmp_path, f"[random]\nsettings = 4\n{over}"))
-    assert len({tuple(point.values()) for point in points}) == 4
-    with pytest.raises(UserError, match=r"mine.toml: random.over: only 4 of 5 draws"):
-        read(tmp_path, f"[random]\nsettings = 5\n{over}")
+    few = {"arms.mid": ["sample", "argmax"], "base.top_k": [1, 2, 2]}
+    assert len({tuple(point.values()) for point in draws("entropix", few, 4)}) == 4
+    with pytest.raises(UserError, match=r"tuning: over.entropix: only 4 of 5 draws"):
+        draws("entropix", few, 5)
 
 
 def test_draws_fit_the_tables_of_the_model(tmp_path: Path) -> None:
@@ -135,10 +150,9 @@ def test_draws_fit_the_tables_of_the_model(tmp_path: Path) -> None:
     def of_model(sampler: Sampler) -> Sampler:
         return sampler.resolve(tables)
 
-    over = {"thresholds.u1": {"from": 0.0, "to": 2.0}}
-    common: Any = {"settings": 40, "items": ByTask(1), "seeds": [0], "over": {"entropix": over}}
+    over: dict[str, Any] = {"thresholds.u1": {"from": 0.0, "to": 2.0}}
     fitting, any_ = (
-        make_tuning(["entropix"], calibrate=calibrate, **common).candidates["entropix"]
+        tune(["entropix"], calibrate, settings=40, over={"entropix": over})["entropix"]
         for calibrate in (of_model, lambda sampler: sampler)
     )
     # u2 is the 60th percentile.
@@ -146,13 +160,9 @@ def test_draws_fit_the_tables_of_the_model(tmp_path: Path) -> None:
     assert len(own) == 40
     assert all(values["thresholds.u1"] <= values["thresholds.u2"] == 0.5 for values in own)
     assert max(setting.varied["thresholds.u1"] for setting in any_[1:]) > 0.5
-    text = 'tasks = ["sums"]\n[random]\nsettings = 40\n[random.over]\n'
-    text += '"thresholds.h1" = { from = 0, to = 9 }'
-    points = varied(read_sweep(write(tmp_path, text), of_model))
-    assert max(point["thresholds.h1"] for point in points) <= 7.0  # h2, the 70th percentile
-    common |= {"settings": 3, "over": {"entropix": {"thresholds.h1": ["71%", "5%"]}}}
+    over = {"thresholds.h1": ["71%", "5%"]}
     with pytest.raises(UserError, match="only 1 of 2 draws"):
-        make_tuning(["entropix"], calibrate=of_model, **common)
+        tune(["entropix"], of_model, settings=3, over={"entropix": over})
 
 
 def test_named_settings(tmp_path: Path) -> None:
@@ -168,11 +178,14 @@ def test_named_settings(tmp_path: Path) -> None:
     assert changed(without) == {"base.top_k": 3, "branch.depth": 5, "arms.lehv": "explore"}
     assert changed(plain, "temperature") == {"branch.depth": 5, "base.temperature": 0.5}
     assert [setting.name for setting in sweep.settings] == ["own", "no-branch", "plain"]
-    assert [setting.base for setting in sweep.settings] == [None, "own", None]
     assert not varied(sweep)
     # Without a base that is asked for or changed, the named settings are all there are.
     alone = read(tmp_path, '[settings.greedy]\nsampler = "greedy"\n')
     assert [setting.name for setting in alone.settings] == [alone.baseline] == ["greedy"]
+    listed = read(
+        tmp_path, 'samplers = ["min-p", "own.toml"]\n[settings.own2]\nsampler = "own.toml"'
+    )
+    assert [setting.name for setting in listed.settings] == ["min-p", "own", "own2"]
     # Further baselines stand behind the first.
     text = "baselines = ['plain', 'own', 'no-branch']\nbase = 'own.toml'\n"
     assert alone.baselines == ()
@@ -183,20 +196,18 @@ def test_named_settings(tmp_path: Path) -> None:
 
 def test_files_are_named_from_the_sweeps_folder(tmp_path: Path) -> None:
     write(tmp_path, OWN, "own.toml")
-    names = ["sums", "gsm8k:a.jsonl,/b.jsonl", "svamp:a,b.json", "my/task.py:TASK"]
+    names = ["sums", "gsm8k:/b.jsonl", "svamp:a,b.json", "my/task.py:TASK"]
     names += ["ifeval", "my.module:TASK"]
     path = write(tmp_path, f"tasks = {names}\nbase = 'own.toml'")
     sweep = read_sweep(path, data="/data")
     assert sweep.tasks == (
         "sums",
-        f"gsm8k:{tmp_path}/a.jsonl,/b.jsonl",
+        "gsm8k:/b.jsonl",
         f"svamp:{tmp_path}/a,b.json",
         f"{tmp_path}/my/task.py:TASK",
         "ifeval:/data/ifeval.jsonl",
         "my.module:TASK",
     )
-    for given, meant in (("in.csv", f"{tmp_path}/in.csv"), ("s3://b/in.csv", "s3://b/in.csv")):
-        assert read_sweep(write(tmp_path, f"prompts = '{given}'")).prompts == meant
 
 
 def test_numbers_by_task(tmp_path: Path) -> None:
@@ -228,22 +239,21 @@ def test_numbers_by_task(tmp_path: Path) -> None:
 
 def test_candidates() -> None:
     """The same number of each sampler, the first unchanged; one without ranges is its only one."""
-    tuning = make_tuning(["greedy", "top-p", "entropix"], settings=5, items=ByTask(7), seeds=[1, 2])
-    assert (tuning.items, tuning.seeds) == (ByTask(7), (1, 2))
-    numbers = {name: len(group) for name, group in tuning.candidates.items()}
+    candidates = tune(["greedy", "top-p", "entropix"], settings=5)
+    numbers = {name: len(group) for name, group in candidates.items()}
     assert numbers == {"greedy": 1, "top-p": 5, "entropix": 5}
-    for name, group in tuning.candidates.items():
+    for name, group in candidates.items():
         names = [f"{name} #{number}" for number in range(1, len(group) + 1)]
         assert [setting.name for setting in group] == names
         assert changed(group[0], name) == {}
         assert len({str(setting.varied) for setting in group}) == len(group)
-    for setting in tuning.candidates["top-p"][1:]:
+    for setting in candidates["top-p"][1:]:
         assert {*setting.varied} == {"base.temperature", "base.top_p"}
         assert 0.2 <= setting.varied["base.temperature"] <= 1.2
         assert 0.5 <= setting.varied["base.top_p"] <= 0.99
     # A sampler's candidates do not depend on the others, nor on their number.
-    alone = make_tuning(["top-p"], settings=9, items=ByTask(7), seeds=[0]).candidates["top-p"]
-    assert [one.varied for one in alone[:5]] == [one.varied for one in tuning.candidates["top-p"]]
+    alone = tune(["top-p"], settings=9)["top-p"]
+    assert [one.varied for one in alone[:5]] == [one.varied for one in candidates["top-p"]]
 
 
 def test_a_file_is_tuned_as_what_it_extends(tmp_path: Path) -> None:
@@ -258,7 +268,7 @@ def test_a_file_is_tuned_as_what_it_extends(tmp_path: Path) -> None:
     numbers = {name: len(group) for name, group in tuning.candidates.items()}
     assert numbers == {"own": 3, "still": 1, "some": 3}
     for name, like in (("own", "min-p"), ("some", "entropix")):
-        (_, theirs) = make_tuning([like], settings=2, items=ByTask(1), seeds=[0]).candidates[like]
+        (_, theirs) = tune([like], settings=2)[like]
         assert all(one.varied.keys() == theirs.varied.keys() for one in tuning.candidates[name][1:])
 
 
@@ -266,10 +276,10 @@ def test_a_file_is_tuned_as_what_it_extends(tmp_path: Path) -> None:
 
 TUNE = '[tuning]\nsamplers = ["top-p"]\n'
 MANY = list(range(400))
-OVER = '[random]\n[random.over]\n"base.temperature" = '
+OVER = f'{TUNE}[tuning.over.top-p]\n"base.temperature" = '
 BAD: list[tuple[str, str]] = [
     ("task = ['sums']", "no key 'task', did you mean 'tasks'"),
-    ("", "give either 'tasks' or 'prompts'"),
+    ("", "tasks: must name a task"),
     ("tasks = 'sums'", "tasks: must be a list of texts"),
     ("tasks = ['sums', 'sums']", "tasks: has a value twice"),
     ("T\nitems = -1", "items = -1: must be an integer from 0"),
@@ -286,21 +296,19 @@ BAD: list[tuple[str, str]] = [
     (f"T\n{TUNE}[settings.'top-p (tuned)']", r"two settings are called 'top-p \(tuned\)'"),
     ("T\n[grid]", "grid: has no keys"),
     (f"T\n[grid]\n'base.top_k' = {MANY}\n'branch.depth' = {MANY}", "grid: 160000 settings: at"),
-    ("T\n[random]", "random.over: has no keys"),
     (f"T\n{OVER}{{ from = 2, to = 1 }}", "base.temperature: must be a list of values, or"),
     (f"T\n{OVER}{{ from = 0, to = 1, scale = 'log' }}", "base.temperature: must be a list"),
     (f"T\n{OVER}{{ from = 1, to = 1{'0' * 400} }}", "base.temperature: must be a list"),
     (f"T\n{OVER}{{ from = 1, to = 1e300, scale = 'log' }}", r"temperature = 1e\+300: must be a"),
-    ("T\n[random.over]\n'base.top_k' = {from = 1.2, to = 1.8}", "base.top_k: no integer"),
+    (f"T\n{TUNE}[tuning.over.top-p]\n'base.top_k' = {{from = 1.2, to = 1.8}}", "top_k: no integer"),
     (
-        "T\n[random.over]\n'thresholds.h1' = [3, 4]\n'thresholds.h2' = [1, 2]",
-        "random.over: only 0 of 16 draws: entropix: thresholds.h1 = . is above",
+        f"T\n{TUNE}[tuning.over.top-p]\n'thresholds.h1' = [3, 4]\n'thresholds.h2' = [1, 2]",
+        "over.top-p: only 0 of 7 draws: top-p: thresholds.h1 = . is above",
     ),
     ("T\n[tuning]", "tuning.samplers: must be a list of samplers"),
-    ("T\n[tuning]\nsamplers = ['top-p', 'top-p']", "tuning: samplers: two are called 'top-p'"),
+    ("T\n[tuning]\nsamplers = ['top-p', 'top-p']", "tuning.samplers: has a value twice"),
     (f"T\n{TUNE}[tuning.over.min-p]\n'base.min_p' = [0.1]", "tuning: over.min-p: not one"),
     (f"T\nsplit = 'tuning'\n{TUNE}", "split = 'tuning': is used for tuning"),
-    (f"prompts = 'p.jsonl'\n{TUNE}", "tuning: 'prompts' have no answers to tune by"),
     ("tasks = ", "not valid TOML"),
 ]
 

@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from entropix_jax.errors import UserError
-from entropix_jax.lab.tasks.gsm8k import EXEMPLARS, Gsm8k
+from entropix_jax.lab.tasks.published import EXEMPLARS, Gsm8k
 from entropix_jax.lab.tasks.registry import find_task
 from entropix_jax.lab.tasks.task import Item, Split, Task
 from entropix_jax.lab.world import lexicon
@@ -44,7 +44,7 @@ def ways(
     start = len(said)
 
     def follow(said: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-        upcoming = replay(make(), said).upcoming
+        upcoming = replay(make(), said)
         if upcoming is None or (len(said) > start and said[-1] in ends):
             yield said[start:]
             return
@@ -149,10 +149,10 @@ def test_forks_tell_the_true_probabilities():
     """As in the grammar without hesitations: after a pause, if one is possible."""
     for item in (item for split in SPLITS for item in items_of(find_task("forks"), split)):
         said = lexicon.split_terminals(f"{BEGIN}{item.prompt}")
-        upcoming = replay(document(WORLD), said).upcoming
+        upcoming = replay(document(WORLD), said)
         assert upcoming is not None
         if PAUSE in upcoming.terminals:
-            upcoming = replay(document(WORLD), (*said, PAUSE)).upcoming
+            upcoming = replay(document(WORLD), (*said, PAUSE))
             assert upcoming is not None
         futures = [terminal.lstrip(" ") for terminal in upcoming.terminals]
         truth = dict(item.truth or ())
@@ -276,19 +276,15 @@ def test_file(tmp_path: Path) -> Path:
 
 
 def test_the_problems_of_a_file_are_the_items(test_file: Path):
-    task = find_task(f"gsm8k:{test_file},{test_file}")
-    items = list(task.items("test", chat=False))
-    assert [item.id for item in items] == ["gsm8k-test-1", "gsm8k-test-3", "gsm8k-test-4"]
-    assert [item.answer for item in items] == ["7", "1280", "-3"]
-    assert next(task.items("tuning", chat=False)).id == "gsm8k-tuning-1"
-    # One file alone is split; a quarter of three problems is none.
-    alone = find_task(f"gsm8k:{test_file}")
-    assert not list(alone.items("tuning", chat=False))
-    found = {item.id: (item.prompt, item.answer) for item in alone.items("test", chat=False)}
-    wanted = {item.id.replace("-test", ""): (item.prompt, item.answer) for item in items}
-    assert found == wanted
+    task = find_task(f"gsm8k:{test_file}")
+    assert not list(task.items("tuning", chat=False))  # a quarter of three problems is none
+    items, chats = (
+        {item.id: item for item in task.items("test", chat=chat)} for chat in (False, True)
+    )
+    answers = {name: item.answer for name, item in items.items()}
+    assert answers == {"gsm8k-1": "7", "gsm8k-3": "1280", "gsm8k-4": "-3"}
     # Eight solved problems stand before the question.
-    text, chat = items[0].prompt, next(task.items("test", chat=True)).prompt
+    text, chat = items["gsm8k-1"].prompt, chats["gsm8k-1"].prompt
     assert isinstance(text, str)
     solved = [json.loads(line) for line in EXEMPLARS.read_text(encoding="utf-8").splitlines()]
     *shown, asked = text.split("\n\n")
@@ -335,15 +331,13 @@ def test_numbers_are_read_from_solutions(answer: str | None, texts: list[str]):
         (b"[1]", "an object with the texts 'question' and 'answer'"),
         (b'{"question": 3, "answer": "#### 3"}', "an object with the texts"),
         (b'{"question": " ", "answer": "#### 3"}', "an object with the texts"),
-        (b'{"question": "How many?", "answer": "#### three"}', "does not end in '#### NUMBER'"),
+        (b'{"question": "How many?", "answer": "#### three"}', "which ends in '#### NUMBER'"),
     ],
 )
 def test_a_malformed_line_is_named(test_file: Path, line: bytes, message: str):
     test_file.write_bytes(test_file.read_bytes() + b"\n" + line + b"\n")
-    items = find_task(f"gsm8k:{test_file},none.jsonl").items("test", chat=False)
-    assert [next(items).answer for _ in PROBLEMS] == ["7", "1280", "-3"]  # read lazily
-    with pytest.raises(UserError, match=rf"test\.jsonl: line 5: .*{re.escape(message)}"):
-        next(items)
+    with pytest.raises(UserError, match=rf"test\.jsonl: (line|entry) 5: .*{re.escape(message)}"):
+        list(find_task(f"gsm8k:{test_file}").items("test", chat=False))
 
 
 # A user's own tasks.
@@ -381,10 +375,10 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "message"),
     [
         ("sms", "no task 'sms', did you mean 'sums'? (known: sums, word-problems, facts, forks, "),
-        ("own_nothing:capitals", "no module 'own_nothing'"),
+        ("own_nothing:capitals", "ModuleNotFoundError: No module named 'own_nothing'"),
         ("own_tasks:towns", "own_tasks has no 'towns'"),
         ("own_tasks.py:Capitals", "'Capitals' is a class; name an instance"),
-        ("own_tasks:number", "'number' is not a task: it has no 'name'"),
+        ("own_tasks:number", "'number' is not a task: inherit from"),
         ("own_broken:task", "importing own_broken failed: ZeroDivisionError: division by zero"),
         ("own_leaving.py:task", "importing own_leaving.py failed: SystemExit: 3"),
     ],

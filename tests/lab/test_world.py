@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import jinja2
 import numpy as np
+import pandas as pd
 import pytest
-from tiny.corpus import Comparison, compare
+from tiny.corpus import compare, encode_row, terminal_ids, write_row
 from tiny.tokenizer import build_tokenizer, tokenizer_config, tokenizer_json
 from tokenizers import Tokenizer
 
 from entropix_jax.lab.world import lexicon
-from entropix_jax.lab.world.corpus import encode_row, terminal_ids, write_row
 from entropix_jax.lab.world.documents import document, stream
 from entropix_jax.lab.world.facts import WORLD_SEED, create
 from entropix_jax.lab.world.grammar import (
@@ -42,7 +42,7 @@ from entropix_jax.lab.world.problems import (
 )
 from entropix_jax.model.cache import init_cache
 from entropix_jax.model.checkpoint import load_params
-from entropix_jax.model.config import load_model_config
+from entropix_jax.model.config_file import load_model_config
 from entropix_jax.model.llama import forward, unembed
 
 TINY = Path(__file__).parents[2] / "weights" / "tiny"
@@ -80,10 +80,10 @@ def test_hesitation_restates_and_ends_in_the_same_choice():
     def toast() -> Document:
         yield from weigh(uniform("k", [" Anna", " Bob"]), restate=" Hello,")
 
-    judged = replay(toast(), [" Wait", "...", " Hello", ",", " Bob"])
-    assert judged.upcoming is None
-    assert judged.positions[-1].choice.probabilities == (0.5, 0.5)
-    assert replay(toast(), [" ...", " Anna"]).upcoming is None
+    upcoming = replay(toast(), [" Wait", "...", " Hello", ","])
+    assert upcoming is not None
+    assert upcoming.probabilities == (0.5, 0.5)
+    assert replay(toast(), [" ...", " Anna"]) is None
     with pytest.raises(ImpossibleText):
         replay(toast(), [" ...", " ..."])
 
@@ -92,26 +92,25 @@ def test_hesitation_restates_and_ends_in_the_same_choice():
 
 
 def test_replay_recovers_the_distributions(row: list):
-    judged = replay(stream(WORLD), lexicon.split_terminals(text_of(row[:5_000])))
-    for ours, drawn in zip(judged.positions, row, strict=False):
-        assert (ours.terminal, ours.choice.kind) == (drawn.terminal, drawn.choice.kind)
-        assert ours.choice.terminals == drawn.choice.terminals
-        assert ours.choice.probabilities == drawn.choice.probabilities
-    assert judged.upcoming is not None
-    assert row[5_000].terminal in judged.upcoming.terminals
+    said = lexicon.split_terminals(text_of(row[:600]))
+    for drawn, place in zip(row[::7], range(0, 600, 7), strict=False):
+        upcoming = replay(stream(WORLD), said[:place])
+        assert upcoming is not None
+        assert (said[place], upcoming.kind) == (drawn.terminal, drawn.choice.kind)
+        assert upcoming.terminals == drawn.choice.terminals
+        assert upcoming.probabilities == drawn.choice.probabilities
 
 
 def test_replay_names_the_first_impossible_terminal():
     person = WORLD.people["Anna"]
     wrong = next(town for town in lexicon.TOWNS if town != person.town)
     terminals = lexicon.split_terminals(f"{lexicon.BEGIN}Anna lives in {wrong}.")
-    line = rf"terminal 4 is ' {wrong}'.*' {person.town}'"
-    with pytest.raises(ImpossibleText, match=line) as caught:
+    with pytest.raises(ImpossibleText, match=rf"terminal 4, ' {wrong}', is impossible") as caught:
         replay(document(WORLD), terminals)
     assert caught.value.index == 4
     written = [position.terminal for position in sample(document(WORLD), Random(0))]
-    assert replay(document(WORLD), written).upcoming is None
-    with pytest.raises(ImpossibleText, match="has ended"):
+    assert replay(document(WORLD), written) is None
+    with pytest.raises(ImpossibleText):
         replay(document(WORLD), [*written, " Anna"])
 
 
@@ -142,7 +141,7 @@ def test_training_text_never_lacks_an_operand():
         todo: list[list[str]] = [[]]
         while todo:
             prefix = todo.pop()
-            choice = replay(make(), prefix).upcoming
+            choice = replay(make(), prefix)
             if choice is not None:
                 all_of_them = choice.kind in ("number", "fork")
                 branches = choice.terminals if all_of_them else choice.terminals[:1]
@@ -190,13 +189,6 @@ def test_answers_follow_from_the_problems_text():
         assert problem.answer == eval(problem.prompt.removesuffix(" ="))  # digits and a sign
 
 
-def test_text_outside_the_world_is_refused():
-    terminals = lexicon.split_terminals("Anna lives.<|eot_id|>Wait...")
-    assert terminals[-3:] == ("<|eot_id|>", "Wait", "...")
-    with pytest.raises(ValueError, match="' unicorn' is not a terminal"):
-        lexicon.split_terminals("Anna has a unicorn.")
-
-
 # The tokenizer.
 
 
@@ -226,7 +218,7 @@ def test_the_chat_template_writes_chats_of_the_grammar():
             messages=[{"role": role, "content": content} for role, content in messages],
             add_generation_prompt=len(messages) == 1,
         )
-        upcoming = replay(document(WORLD), lexicon.split_terminals(text)).upcoming
+        upcoming = replay(document(WORLD), lexicon.split_terminals(text))
         assert upcoming is not None
         assert following <= {*upcoming.terminals}
 
@@ -253,5 +245,5 @@ def test_the_shipped_model_is_small_and_within_the_criterion():
     rows = [write_row(WORLD, rng, 257) for _ in range(32)]
     tokens = jnp.asarray([encode_row(r, IDS)[:-1] for r in rows], jnp.int32)
     predictions = np.asarray(log_probs(tokens))
-    result = Comparison.join([compare(r, p, IDS) for r, p in zip(rows, predictions, strict=True)])
-    assert result.excess <= max(0.05, 0.05 * result.entropy_rate)
+    result = pd.concat([compare(r, p, IDS) for r, p in zip(rows, predictions, strict=True)])
+    assert result["KL"].mean() <= max(0.05, 0.05 * result["true h"].mean())

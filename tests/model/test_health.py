@@ -8,13 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.cli import batch
-from entropix_jax.cli import generate as main
+from entropix_jax.__main__ import main
 from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.results import Row
 from entropix_jax.engine.score import score_tokens
@@ -23,7 +21,7 @@ from entropix_jax.errors import UserError
 from entropix_jax.model.attention import attend, attention_stats
 from entropix_jax.model.cache import init_cache
 from entropix_jax.model.checkpoint import load_params
-from entropix_jax.model.finite import NOWHERE, describe, earlier, first_unsound
+from entropix_jax.model.finite import NOWHERE, first_unsound
 from entropix_jax.model.llama import forward
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.model.params import Params
@@ -42,7 +40,6 @@ from tests.support.samplers import LITERAL
 
 CHECK = Recording(check=True)
 SHAPE = config_of_folder()
-STAGES = 1 + 2 * SHAPE.num_layers
 NUMBERS = (jnp.nan, jnp.inf, -jnp.inf)
 PROMPT = [token_ids()["<|begin_of_text|>"], 40, 41, 42, 43, 44]
 AT = 3  # where in the prompt the token stands that is not as the others
@@ -72,7 +69,7 @@ def run_of(model: LanguageModel, prompt: list[int], recording: Recording) -> Any
 
 
 @pytest.mark.parametrize(("layer", "name"), [(0, "query"), (1, "key"), (0, "value"), (1, "gate")])
-def test_what_overflows_in_the_prompt_is_named(tmp_path: Path, layer: int, name: str) -> None:
+def test_overflow_in_the_prompt_is_located(tmp_path: Path, layer: int, name: str) -> None:
     model = load(str(write_model(tmp_path / "model", overflowing(layer, name))))
     bad, good = run_of(model, PROMPT, CHECK)
     where = "" if name == "gate" else "the queries, keys or values of "
@@ -83,7 +80,7 @@ def test_what_overflows_in_the_prompt_is_named(tmp_path: Path, layer: int, name:
 
 
 @pytest.mark.parametrize(("number", "at"), [*zip(NUMBERS, [0, AT, len(PROMPT) - 1], strict=True)])
-def test_an_embedding_that_is_none(tmp_path: Path, number: float, at: int) -> None:
+def test_non_finite_embedding_is_located(tmp_path: Path, number: float, at: int) -> None:
     """In the prompt's first token, amid it, and in its last one, which the first step reads."""
 
     def change(params: Params) -> Params:
@@ -99,7 +96,7 @@ def test_an_embedding_that_is_none(tmp_path: Path, number: float, at: int) -> No
                 list(score_tokens(model, prompt, calibrated(model), recording=CHECK))
 
 
-def test_a_token_on_the_way(tmp_path: Path) -> None:
+def test_non_finite_generated_token_is_located(tmp_path: Path) -> None:
     """The row has what came before; which token is poisoned is seen in a run of its own."""
     sound = load(str(write_model(tmp_path / "sound")))
     (whole, _) = run_of(sound, PROMPT, CHECK)
@@ -116,21 +113,10 @@ def test_a_token_on_the_way(tmp_path: Path) -> None:
     assert row.error == f"NaN or infinity in the embedding at position {position}"
 
 
-def test_logits_alone(tmp_path: Path) -> None:
-    """Activations are sound, the head is not."""
-
-    def change(params: Params) -> Params:
-        return replace(params, head=params.head.at[7, 3].set(jnp.inf))
-
-    model = load(str(write_model(tmp_path / "model", change)))
-    row, _ = run_of(model, PROMPT, CHECK)
-    assert row.error == f"NaN or infinite logits at position {len(PROMPT)}"
-
-
 @pytest.mark.parametrize(
     ("number", "dtype"), [*zip(NUMBERS, ["float32", "bfloat16", "int8"], strict=True)]
 )
-def test_weights_are_refused(
+def test_non_finite_weights_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], number: float, dtype: str
 ) -> None:
     def change(params: Params) -> Params:
@@ -143,7 +129,7 @@ def test_weights_are_refused(
     with pytest.raises(UserError, match=error + r"first at \[4, 9\]$"):
         load_params(folder, SHAPE, dtype, check=True)
     load_params(folder, SHAPE, dtype)
-    assert main.main(["--model", str(folder), "--prompt", "x", "--check"]) == 2
+    assert main(["generate", "--model", str(folder), "--prompt", "x", "--check"]) == 2
     assert "up_proj.weight' holds NaN or infinity" in capsys.readouterr().err
     assert load(str(write_model(tmp_path / "sound")), dtype, check=True).folder
 
@@ -151,7 +137,7 @@ def test_weights_are_refused(
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", [2, 4])  # one for each device, and two
 def test_the_next_row_in_a_slot_is_sound(tmp_path: Path, slots: int) -> None:
-    """In whichever slot a row failed, and whether or not another one shared its prompt."""
+    """After a failed row in any slot, with or without a shared prompt, on two devices."""
     folder = write_model(tmp_path / "model", poisoned(PROMPT[AT]))
     tokenizer = load(str(folder)).tokenizer
     bad, good = (tokenizer.decode(ids[1:]) for ids in (PROMPT, [*PROMPT[:AT], 50, 51]))
@@ -162,14 +148,14 @@ def test_the_next_row_in_a_slot_is_sound(tmp_path: Path, slots: int) -> None:
     arguments = ["--input", str(tmp_path / "in.jsonl"), "--output", str(output), "--no-chat"]
     arguments += ["--model", str(folder), "--context", "64", "--slots", str(slots)]
     arguments += ["--max-new-tokens", "8", "--sampler", "greedy"]
-    assert batch.main(arguments) == 0
+    assert main(["batch", *arguments]) == 0
     unchecked = {one["id"]: one for one in map(json.loads, output.read_text().splitlines())}
     output.unlink()
     Path(f"{output}.run.json").unlink()
-    # The weights are not to be refused: their check is another one.
+    # `--check` would refuse the poisoned weights before the run.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("entropix_jax.model.checkpoint._is_finite", lambda weight: True)
-        assert batch.main([*arguments, "--check"]) == 0
+        assert main(["batch", *arguments, "--check"]) == 0
     for one in map(json.loads, output.read_text().splitlines()):
         if prompts[int(one["id"])] == bad:
             assert one["error"] == f"NaN or infinity in the embedding at position {AT}"
@@ -180,7 +166,7 @@ def test_the_next_row_in_a_slot_is_sound(tmp_path: Path, slots: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data=2", "model=2"])
-def test_on_two_devices(tmp_path: Path, mesh: str) -> None:
+def test_non_finite_embedding_on_two_devices(tmp_path: Path, mesh: str) -> None:
     folder = write_model(tmp_path / "model", poisoned(PROMPT[AT]))
     for prompt in (PROMPT, PROMPT[: AT + 1]):  # by the prompt's reading, and by the first step
         bad, good = run_of(load(str(folder), mesh=two(mesh)), prompt, CHECK)
@@ -188,7 +174,7 @@ def test_on_two_devices(tmp_path: Path, mesh: str) -> None:
         assert good.finish_reason == "length"
 
 
-def test_a_branch_that_is_unsound_is_never_best(tmp_path: Path) -> None:
+def test_non_finite_branch_is_never_best(tmp_path: Path) -> None:
     """The branches beside it have the scores that they have in a sound model."""
     (whole, _) = run_of(load(str(write_model(tmp_path / "sound"))), PROMPT, CHECK)
     forks = [one.branches for one in whole.tokens if one.branches]
@@ -204,41 +190,44 @@ def test_a_branch_that_is_unsound_is_never_best(tmp_path: Path) -> None:
             assert (one.score is None) == (at is not None)
 
 
-def in_one_slot(model: LanguageModel, *specs: Spec) -> list[Row]:
+def in_one_slot(model: LanguageModel, recording: Recording, *specs: Spec) -> list[Row]:
     """Rows that take the same slot, one after another."""
-    engine = Engine(model, slots=1, capacity=256)
+    engine = Engine(model, slots=1, capacity=256, recording=recording)
     rows = [Row(one) for one in requests(model, specs, ignore_eos=True)]
     for _ in engine.run(rows):
         pass
     return rows
 
 
+@pytest.mark.parametrize("recording", [CHECK, Recording()], ids=["checked", "unchecked"])
 @pytest.mark.parametrize(
     "change", [overflowing(0, "value"), poisoned(PROMPT[AT])], ids=["overflow", "poison"]
 )
-def test_values_that_are_none_fail_one_row(
-    tmp_path: Path, change: Callable[[Params], Params]
+def test_non_finite_values_fail_one_row(
+    tmp_path: Path, change: Callable[[Params], Params], recording: Recording
 ) -> None:
     """The next one in its slot is what it is alone, to the last digit."""
     model = load(str(write_model(tmp_path / "model", change)))
     sound = Spec([*PROMPT[:AT], 51], "1", 30)
-    bad, good = in_one_slot(model, Spec(PROMPT * 8, "0", 30), sound)
-    assert bad.error == f"NaN or infinite logits at position {8 * len(PROMPT)}"
+    bad, good = in_one_slot(model, recording, Spec(PROMPT * 8, "0", 30), sound)
+    place = f" at position {AT}" if recording.check else f"logits at position {8 * len(PROMPT)}"
+    assert bad.error is not None
+    assert bad.error.endswith(place)
     assert bad.tokens == []
-    (alone,) = in_one_slot(model, sound)
+    (alone,) = in_one_slot(model, recording, sound)
     assert len(good.tokens) == 30
     assert good.tokens == alone.tokens
 
 
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_value_that_is_none_is_not_cached(number: float, dtype: str) -> None:
+def test_non_finite_value_is_not_cached(number: float, dtype: str) -> None:
     """Its key is NaN instead, and all else as it was."""
     key, value = jnp.asarray(np.random.default_rng(0).normal(size=(2, 2, 3, 2, 4)), dtype)
     at = ((0, 1, 0, 3), (1, 2, 1, 0))  # row, token, head and channel; the second is padding
     bad = value
-    for one in at:
-        bad = bad.at[one].set(number)
+    for place in at:
+        bad = bad.at[place].set(number)
     cached = (jnp.zeros((2, 2, 5, 4), dtype),) * 2
     start, count = jnp.array([1, 2]), jnp.array([3, 2])
     want_keys, want_values = append(cached, key, value, start, count)
@@ -268,42 +257,18 @@ def test_tokens_before_a_bad_one_are_sound() -> None:
     assert all(np.isnan(x[:, :, 2]).all() for x in grown.keys)
 
 
-def sound_of(*places: tuple[int, int], tokens: int = 4, stages: int = 5) -> jax.Array:
-    sound = np.ones((1, tokens, stages), bool)
-    for place in places:
-        sound[0][place] = False
-    return jnp.asarray(sound)
-
-
-def test_first_unsound() -> None:
-    start = jnp.array([10])
-    assert first_unsound(sound_of(), start).tolist() == [[NOWHERE, NOWHERE]]
-    assert first_unsound(sound_of((2, 3)), start).tolist() == [[12, 3]]
-    # The values of token 1 spoil what comes after them in the later tokens.
-    spoiled = [(1, 1), (1, 2), (2, 2), (3, 2)]
-    assert first_unsound(sound_of(*spoiled), start).tolist() == [[11, 1]]
-    assert first_unsound(sound_of((2, 1), (2, 2), (0, 3)), start).tolist() == [[12, 1]]
-    both = jnp.array([[NOWHERE, NOWHERE], [3, 1]])
-    assert earlier(both, jnp.array([[5, 2], [9, 9]])).tolist() == [[5, 2], [3, 1]]
-    assert describe(7, 0) == "NaN or infinity in the embedding at position 7"
-    assert describe(7, 5).endswith("the queries, keys or values of layer 2 at position 7")
-    assert describe(7, 6).endswith("in layer 2 at position 7")
-
-
-def test_padding_is_no_fault(tmp_path: Path) -> None:
+def test_padding_is_not_checked() -> None:
     """Nor are rows without tokens in a call."""
     params = sharp_params()
     bad = replace(params, embedding=params.embedding.at[0].set(jnp.nan))
     tokens = jnp.array([[5, 0, 0], [0, 0, 0], [5, 6, 0]], jnp.int32)
     cache = init_cache(SHAPE, 3, 16, jnp.dtype(jnp.float32))
-    count = jnp.array([1, 0, 2], jnp.int32)
-    _, stats, _ = forward(bad, SHAPE, tokens, count, cache, window=16, check=True)
-    assert stats.sound is not None
-    assert stats.sound.shape == (3, 3, STAGES)
-    assert bool(stats.sound.all())
-    _, stats, _ = forward(bad, SHAPE, tokens, count + 1, cache, window=16, check=True)
-    assert stats.sound is not None
-    assert first_unsound(stats.sound, cache.length).tolist() == [[1, 0], [0, 0], [2, 0]]
+    for more, found in ((0, [[NOWHERE, NOWHERE]] * 3), (1, [[1, 0], [0, 0], [2, 0]])):
+        count = jnp.array([1, 0, 2], jnp.int32) + more
+        _, stats, _ = forward(bad, SHAPE, tokens, count, cache, window=16, check=True)
+        assert stats.sound is not None
+        assert stats.sound.shape == (3, 3, 1 + 2 * SHAPE.num_layers)
+        assert first_unsound(stats.sound, cache.length).tolist() == found
 
 
 def test_attention_over_16k_keys() -> None:
@@ -315,7 +280,8 @@ def test_attention_over_16k_keys() -> None:
     values = rng.normal(size=(1, 2, slots, dim)).astype(np.float32) + 1.0
     length = slots - 3
     at = jnp.full((1, 1), length - 1, jnp.int32)
-    mixed, scores = attend(jnp.asarray(query), jnp.asarray(keys), jnp.asarray(values), at)
+    arrays = jnp.asarray(query), jnp.asarray(keys), jnp.asarray(values)
+    mixed, scores = attend(*arrays, at, window=slots)
     wide_k = np.repeat(keys[0].astype(np.float64), 2, axis=0)[:, :length]
     wide_v = np.repeat(values[0].astype(np.float64), 2, axis=0)[:, :length]
     exact = np.einsum("nh,nsh->ns", query[0, 0].astype(np.float64), wide_k) / np.sqrt(dim)

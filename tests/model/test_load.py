@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -24,11 +23,10 @@ from entropix_jax.engine.api import generate
 from entropix_jax.errors import Note, UserError
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.model import loading
-from entropix_jax.model.loading import load, resolve_model
+from entropix_jax.model.loading import LanguageModel, load, resolve_model
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.hub_server import COMMIT, REPO, TOKEN, Hub, serving
 from tests.support.model_folders import (
-    config_of_folder,
     sharp_params,
     token_ids,
     vocab_size,
@@ -39,6 +37,7 @@ from tests.support.waiting import PATIENCE
 Change = Callable[[Path], object]
 
 DEFAULT_MODEL = loading.default_model
+WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +61,14 @@ def edit(name: str, **changes: Any) -> Change:
     return change
 
 
+def loaded(folder: Path, *arguments: Any) -> tuple[LanguageModel, list[str]]:
+    """A model, and what a user is told of it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = load(str(folder), *arguments)
+    return model, [str(each.message) for each in caught if each.category is Note]
+
+
 @pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
 def test_precision(folder: Path, weights: str) -> None:
     """On a CPU activations are float32 unless others are asked for."""
@@ -73,54 +80,29 @@ def test_precision(folder: Path, weights: str) -> None:
         load(str(folder), precision="int8")
 
 
-def test_loads_what_was_written(folder: Path) -> None:
-    model = load(str(folder))
-    ids = token_ids()
-    assert model.folder == folder
-    assert model.config == config_of_folder()
-    assert model.generation.eos_ids == (ids["<|end_of_text|>"], ids["<|eot_id|>"])
-    for loaded, written in zip(
-        jax.tree.leaves(model.params), jax.tree.leaves(sharp_params()), strict=True
-    ):
-        np.testing.assert_array_equal(loaded, written)
+def change_tensors(folder: Path, change: Callable[[str, np.ndarray], np.ndarray]) -> None:
+    """Changes each of the stored tensors."""
+    tensors = load_file(folder / WEIGHTS)
+    changed = {name: change(name, tensor) for name, tensor in tensors.items()}
+    save_file(changed, folder / WEIGHTS)
 
 
-def test_float16_is_widened(folder: Path, copy: Path) -> None:
-    from safetensors.numpy import load_file, save_file
-
-    tensors = load_file(copy / "model.safetensors")
-    halves = {name: tensor.astype(np.float16) for name, tensor in tensors.items()}
-    save_file(halves, copy / "model.safetensors")
-    edit("config.json", torch_dtype="float16")(copy)
-    model = load(str(copy))
-    assert model.params.embedding.dtype == jnp.float32
-    np.testing.assert_array_equal(
-        model.params.embedding, halves["model.embed_tokens.weight"].astype(np.float32)
-    )
-
-
-def change_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], object]) -> None:
-    from safetensors.numpy import load_file, save_file
-
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tensors_of_several_types(copy: Path, dtype: str) -> None:
-    """Values are converted anyway; the configuration says what the model's type is."""
-
-    def narrow(tensors: dict[str, np.ndarray]) -> None:
-        for name in [name for name in tensors if "norm" not in name]:
-            tensors[name] = tensors[name].astype(ml_dtypes.bfloat16)
-
-    change_tensors(copy, narrow)
-    edit("config.json", torch_dtype=dtype)(copy)
-    model = load(str(copy))
-    assert model.params.embedding.dtype == model.params.final_norm.dtype == dtype
-    written = np.asarray(sharp_params().embedding).astype(ml_dtypes.bfloat16)
-    np.testing.assert_array_equal(np.asarray(model.params.embedding, np.float32), written)
+@pytest.mark.parametrize(
+    ("stored", "said", "loaded"),
+    [
+        (np.float16, "float16", "float32"),  # widened
+        (ml_dtypes.bfloat16, "float32", "float32"),
+        (ml_dtypes.bfloat16, "bfloat16", "bfloat16"),
+    ],
+)
+def test_types_of_tensors(copy: Path, stored: Any, said: str, loaded: str) -> None:
+    """Norms are stored in float32; the configuration says what the model's type is."""
+    change_tensors(copy, lambda name, x: x if "norm" in name else x.astype(stored))
+    edit("config.json", torch_dtype=said)(copy)
+    params = load(str(copy)).params
+    assert params.embedding.dtype == params.final_norm.dtype == loaded
+    written = np.asarray(sharp_params().embedding).astype(stored)
+    np.testing.assert_array_equal(np.asarray(params.embedding, np.float32), written)
 
 
 @pytest.mark.parametrize(("factor", "own"), [(1, False), (-1, True)])
@@ -128,43 +110,13 @@ def test_tensors_of_several_types(copy: Path, dtype: str) -> None:
 def test_a_stored_head_is_used(copy: Path, factor: int, own: bool, weights: str) -> None:
     """Also where the configuration ties it to the embedding, as in transformers; with a note."""
     edit("config.json", tie_word_embeddings=True)(copy)
-
-    def store(tensors: dict[str, np.ndarray]) -> None:
-        tensors["lm_head.weight"] = factor * tensors["model.embed_tokens.weight"]
-
-    change_tensors(copy, store)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model = load(str(copy), weights)
+    tensors = load_file(copy / WEIGHTS)
+    tensors["lm_head.weight"] = factor * tensors["model.embed_tokens.weight"]
+    save_file(tensors, copy / WEIGHTS)
+    model, notes = loaded(copy, weights)
     assert model.config.tied_head == (model.params.head is None) == (not own)
-    notes = [str(one.message) for one in caught if one.category is Note]
-    assert len(notes) == own
-    assert all(
-        "'lm_head.weight' differs from the embedding" in note and str(copy) in note
-        for note in notes
-    )
-
-
-def test_an_adapter_is_no_model(tmp_path: Path) -> None:
-    raw = {"peft_type": "LORA", "base_model_name_or_path": "owner/base"}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(raw))
-    with pytest.raises(UserError, match=r"contains an adapter for owner/base, but no model: merge"):
-        load(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("change", "is_chat"),
-    [
-        (lambda folder: None, True),
-        (edit("generation_config.json", eos_token_id=[token_ids()["<|eot_id|>"]]), True),
-        (edit("tokenizer_config.json", chat_template=...), False),
-    ],
-)
-def test_what_counts_as_a_chat_model(copy: Path, change: Change, is_chat: bool) -> None:
-    change(copy)
-    model = load(str(copy))
-    assert model.is_chat_model == is_chat
-    assert token_ids()["<|eot_id|>"] in model.turn_end_ids
+    differs = "'lm_head.weight' differs from the embedding"
+    assert [str(copy) in each and differs in each for each in notes] == [True] * own
 
 
 TEXT_END, TURN_END = token_ids()["<|end_of_text|>"], token_ids()["<|eot_id|>"]
@@ -182,10 +134,8 @@ def test_end_tokens_are_the_union_of_the_files(
     named: set[int] = set() if eos is ... else {token_ids()[eos]}
     for ids in (generation, config):
         named |= set() if ids is ... else {*ids} if isinstance(ids, list) else {ids}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Note)
-        model = load(str(copy))
-    assert {*model.generation.eos_ids} == named
+    model, _ = loaded(copy)
+    assert {*model.eos_ids} == named
     assert model.is_chat_model == (TURN_END in named)
     assert {*model.end_ids(chat=True)} == named | {TURN_END}
     assert {*model.end_ids(chat=False)} == named
@@ -219,23 +169,22 @@ EOS_NOTE = "prompts are put as chats, since its chat template ends turns with it
         ),
         # A base model that ships its family's template.
         (family(ROLE + "<|eot_id|>"), TURN_END, False, EOT_NOTE),
-        # No control token ends a turn.
+        # No control token ends a turn. Without a template nothing does.
         (family("### {{ m.role }}: {{ m.content }}"), None, False, "with no control token"),
+        (..., None, False, None),
         (family("{{ raise_exception('no') }}"), None, False, "with no control token"),
     ],
 )
 def test_a_turn_ends_as_the_template_ends_it(
-    copy: Path, template: str, end: int | None, is_chat: bool, note: str
+    copy: Path, template: Any, end: int | None, is_chat: bool, note: str | None
 ) -> None:
     for name in ("config.json", "generation_config.json"):
         edit(name, eos_token_id=TEXT_END)(copy)
     edit("tokenizer_config.json", chat_template=template)(copy)
-    with pytest.warns(Note) as caught:
-        model = load(str(copy))
+    model, notes = loaded(copy)
     assert model.turn_end_id == end
     assert model.is_chat_model == is_chat
-    assert [note in str(each.message) for each in caught] == [True]
-    assert str(copy) in str(caught[0].message)
+    assert [str(copy) in each and (note or "") in each for each in notes] == [True] * bool(note)
     # A chat ends with any end of a turn in the vocabulary; plain text of a chat model, too.
     assert {*model.end_ids(chat=True)} == {TEXT_END, TURN_END}
     assert {*model.end_ids(chat=False)} == ({TEXT_END, TURN_END} if is_chat else {TEXT_END})
@@ -247,8 +196,8 @@ def test_a_model_without_an_end_says_so(copy: Path) -> None:
     edit("tokenizer_config.json", eos_token=..., chat_template=...)(copy)
     tokenizer = (copy / "tokenizer.json").read_text().replace("<|eot_id|>", "<|other|>")
     (copy / "tokenizer.json").write_text(tokenizer.replace("<|eom_id|>", "<|another|>"))
-    with pytest.warns(Note, match="no end token is named: rows end at their budget, or by --stop"):
-        model = load(str(copy))
+    model, (note,) = loaded(copy)
+    assert "no end token is named: rows end at their budget, or by --stop" in note
     assert model.end_ids(chat=True) == ()
 
 
@@ -270,16 +219,36 @@ def test_a_tokenizer_may_add_tokens_without_rows(copy: Path) -> None:
         generate(model, "Hi", thought)
 
 
+def with_rows(number: int) -> Change:
+    """A change of a model to one of fewer tokens."""
+
+    def change(folder: Path) -> None:
+        edit("config.json", vocab_size=number)(folder)
+        change_tensors(folder, lambda _, x: x[:number] if len(x) == vocab_size() else x)
+
+    return change
+
+
+def adapter_alone(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    raw = {"peft_type": "LORA", "base_model_name_or_path": "owner/base"}
+    (folder / "adapter_config.json").write_text(json.dumps(raw))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (adapter_alone, r"contains an adapter for owner/base, but no model: merge"),
         (lambda f: (f / "config.json").unlink(), "config.json: no such file"),
         (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
         (lambda f: (f / "tokenizer.json").unlink(), "no tokenizer"),
         (lambda f: (f / "generation_config.json").write_text("[]"), "must hold a JSON object"),
         (edit("config.json", hidden_size=64, head_dim=16), "has shape"),
-        (edit("config.json", vocab_size=100), "the tokenizer has [0-9]+ tokens, the model only"),
-        (edit("generation_config.json", eos_token_id=[10**11]), "end token 100000000000 is none"),
+        (with_rows(100), "the tokenizer has [0-9]+ tokens, the model only 100"),
+        (
+            edit("generation_config.json", eos_token_id=[10**11]),
+            "end token 100000000000 is not in the vocabulary",
+        ),
     ],
 )
 def test_folders_that_are_no_model(copy: Path, change: Change, message: str) -> None:
@@ -287,13 +256,6 @@ def test_folders_that_are_no_model(copy: Path, change: Change, message: str) -> 
     with pytest.raises(UserError, match=message) as caught:
         load(str(copy))
     assert str(copy) in str(caught.value)
-
-
-def test_a_key_that_nobody_knows_is_told_once(copy: Path) -> None:
-    edit("config.json", surprise=1, another=[])(copy)
-    with pytest.warns(Note, match=r"taken to change nothing: 'another', 'surprise'$") as told:
-        load(str(copy))
-    assert len(told) == 1
 
 
 def test_names_of_models(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,12 +272,12 @@ def test_names_of_models(folder: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert resolve_model(None) == resolve_model("smollm2") == file
     assert resolve_model(str(file)) == resolve_model(str(file.parent)) == file
     (file.parent / "b.gguf").write_bytes(b"")
-    with pytest.raises(UserError, match="holds 2 GGUF files: name one of them"):
+    with pytest.raises(UserError, match="contains 2 GGUF files: name one of them"):
         resolve_model(str(file.parent))
     assert resolve_model(str(folder)) == folder
     monkeypatch.chdir(folder.parent)
     assert resolve_model(folder.name) == Path(folder.name)
-    with pytest.raises(UserError, match=r"a file, but no GGUF file"):
+    with pytest.raises(UserError, match=r"not a GGUF file \(its name must end in \.gguf\)"):
         resolve_model(str(folder / "config.json"))
     # None of these is asked of the hub.
     for name in ("", "missing", "/a/b", "./a", "../b", "a/b/c", "a b/c", "a/", "a/b.gguf"):
@@ -336,7 +298,6 @@ def test_a_device_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatc
 # Models of the hub, with a server on loopback in its place.
 
 ROOT = Path(__file__).parents[2]
-WEIGHTS = "model.safetensors"
 GATED = f"{REPO}: access is restricted; accept its terms on its page, then run 'hf auth login'\n"
 
 
@@ -406,7 +367,8 @@ def test_only_what_the_index_names_is_downloaded(copy: Path, tmp_path: Path) -> 
         (copy / name).write_bytes(b"not asked for")
     with serving(Hub(copy)) as hub:
         output = tmp_path / "model"
-        assert download(hub, tmp_path / "home", REPO, "--output", output)[0] == 0
+        status, printed, _ = download(hub, tmp_path / "home", REPO, "--output", output)
+    assert (status, printed) == (0, f"{output}\n")
     there = {str(path.relative_to(output)) for path in output.rglob("*") if path.is_file()}
     there = {name for name in there if not name.startswith(".cache")}
     expected = {path.name for path in copy.iterdir() if path.is_file()}
@@ -432,36 +394,29 @@ def test_a_gguf_file_of_the_hub(tmp_path: Path) -> None:
         assert (status, error.count("\n")) == (2, 1)
 
 
-def test_into_a_folder(hub: Hub, folder: Path, tmp_path: Path) -> None:
-    output = tmp_path / "model"
-    assert download(hub, tmp_path / "home", REPO, "--output", output)[:2] == (0, f"{output}\n")
-    for name in ("config.json", "tokenizer.json", WEIGHTS):
-        assert (output / name).read_bytes() == (folder / name).read_bytes()
-
-
-def test_a_gated_repository(hub: Hub, tmp_path: Path) -> None:
+def test_refusals_of_the_hub(hub: Hub, tmp_path: Path) -> None:
     hub.gated = True
     assert download(hub, tmp_path, REPO) == (2, "", f"error: {GATED}")
     ran = run(hub, tmp_path, "-m", "entropix_jax.main", "--prompt", "x", "--model", REPO)
     assert (ran.returncode, ran.stdout, ran.stderr) == (2, "", f"error: {GATED}")
     assert download(hub, tmp_path, REPO, token=TOKEN)[0] == 0
-
-
-def test_what_is_not_there(hub: Hub, tmp_path: Path) -> None:
-    nowhere = "owner/other: neither a folder here nor a repository that can be read on the hub"
-    assert download(hub, tmp_path, "owner/other") == (2, "", f"error: {nowhere}\n")
-    status, printed, error = download(hub, tmp_path, REPO, "--revision", "none")
-    assert (status, printed, error.count("\n")) == (2, "", 1)
-    refused = "error: no hub id: 'a/b/c' (it has the form owner/name)\n"
-    assert download(hub, tmp_path, "a/b/c") == (2, "", refused)
-    for offline in (False, True):  # nobody answers
-        status, printed, error = download(None, tmp_path, "a/b", offline=offline)
+    hub.gated = False
+    missing = "owner/other: neither a folder here nor a repository that can be read on the hub"
+    not_downloaded = "a/b: no such folder, and not downloaded from the hub: "
+    for asked, arguments, offline, told in (
+        (hub, ("owner/other",), False, missing),
+        (hub, (REPO, "--revision", "none"), False, REPO),
+        (hub, ("a/b/c",), False, "no hub id: 'a/b/c' (it has the form owner/name)"),
+        (None, ("a/b",), False, not_downloaded),  # nobody answers
+        (None, ("a/b",), True, not_downloaded),
+    ):
+        status, printed, error = download(asked, tmp_path, *arguments, offline=offline)
         assert (status, printed, error.count("\n")) == (2, "", 1)
-        assert error.startswith("error: a/b: no such folder, and not downloaded from the hub: ")
+        assert error.startswith(f"error: {told}")
 
 
 def test_a_download_that_fails_in_the_middle(hub: Hub, tmp_path: Path) -> None:
-    """What has come is kept: the next call fetches the rest alone."""
+    """Complete files are kept: the next call fetches only the rest."""
     hub.lost = {WEIGHTS}
     status, printed, error = download(hub, tmp_path, REPO)
     assert (status, printed, error.count("error: ")) == (2, "", 1), error

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.engine.state import FINISHED_LENGTH, RUNNING
+from entropix_jax.engine.state import LENGTH, RUNNING
 from entropix_jax.model.cache import init_cache
+from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.llama import forward
+from entropix_jax.model.rope import inverse_frequencies, rotations
 from tests.support import reference
 from tests.support.models import (
+    SCALING,
     TINY,
     all_metrics,
     fill_unused,
@@ -49,7 +54,35 @@ def tokens() -> np.ndarray:
     return random_tokens(TINY, LONG)[None]
 
 
-# --- against the formulas ------------------------------------------------------------------------
+# Against the formulas.
+
+
+def rope_of(factor: float | None, *, head_dim: int = 64, theta: float = 500000.0) -> ModelConfig:
+    scaling = factor and replace(SCALING, factor=factor, original_max_positions=8192)
+    return tiny_config(head_dim=head_dim, rope_theta=theta, rope_scaling=scaling)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        rope_of(None, theta=10000.0),
+        rope_of(None, head_dim=128),
+        rope_of(8.0, head_dim=128),
+        rope_of(32.0),
+    ],
+    ids=["unscaled", "Llama 3", "Llama 3.1", "Llama 3.2"],
+)
+def test_rotations_to_the_end_of_the_context(config: ModelConfig) -> None:
+    """No further off than what rounding the frequency and the product to float32 may cost."""
+    frequencies = reference.inverse_frequencies(config)
+    np.testing.assert_allclose(inverse_frequencies(config), frequencies, rtol=1e-7)
+    positions = np.array([[0, 1, 2, 63, 200, 8191], [8192, 16384, 50001, 99999, 131070, 131071]])
+    angles = positions[:, :, None, None] * frequencies
+    bound = angles * 2.0**-23 + 2.0**-23
+    found = rotations(config, jnp.asarray(positions, jnp.int32))
+    for values, function in zip(found, (np.cos, np.sin), strict=True):
+        assert (values.shape, values.dtype) == ((2, 6, 1, config.head_dim // 2), jnp.float32)
+        assert np.all(np.abs(np.asarray(values, np.float64) - function(angles)) <= bound)
 
 
 @pytest.mark.parametrize(
@@ -58,11 +91,18 @@ def tokens() -> np.ndarray:
         TINY,
         tiny_config(num_kv_heads=4, tied_head=False),
         tiny_config(num_kv_heads=1, rope_scaling=None, head_dim=12),
+        tiny_config(norm_eps=1e-6),
+        tiny_config(norm_eps=0.1, rope_theta=500.0),
+        tiny_config(rope_scaling=replace(SCALING, factor=8.0)),
+        tiny_config(rope_scaling=replace(SCALING, original_max_positions=16)),
     ],
-    ids=["GQA, tied, scaled", "MHA, untied", "MQA, unscaled, wide heads"],
+    ids=lambda config: str(config)[:160],
 )
 def test_against_float64(config) -> None:
-    """Logits of every position and each statistic of the last, from weights and tokens alone."""
+    """Logits of every position and each statistic of the last, from weights and tokens alone.
+
+    Defect 10: epsilon and RoPE's numbers stood in the code.
+    """
     params = random_params(config, seed=2)
     tokens = random_tokens(config, 70)
     logits, stats, _ = teacher_forced(params, config, tokens[None])
@@ -99,7 +139,7 @@ def test_bfloat16_weights(tokens, changes: dict[str, bool], activations) -> None
         assert np.sqrt((error**2).mean()) < 0.05 * want.std()
 
 
-# --- every position -------------------------------------------------------------------------------
+# Every position.
 
 
 def test_every_position_has_its_own_statistics(params, tokens) -> None:
@@ -125,7 +165,7 @@ def test_every_position_has_its_own_statistics(params, tokens) -> None:
         np.testing.assert_array_equal(got, want)
 
 
-# --- generation ----------------------------------------------------------------------------------
+# Generation.
 
 PROMPTS = [list(map(int, random_tokens(TINY, n, seed=n))) for n in (70, 5, 1)]
 BUDGETS = [12, 20, 1]
@@ -138,8 +178,11 @@ def generated(params):
 
 
 @pytest.mark.parametrize("row", range(3))
-def test_generation_against_float64(params, generated, row: int) -> None:
-    """Every token, log-probability and metric of a row, from one pass over its finished text."""
+def test_defect_01_generation_against_float64(params, generated, row: int) -> None:
+    """Every token, log-probability and metric of a row, from one pass over its finished text.
+
+    Defect 1: the position advanced before the first step, which skipped a slot of the cache.
+    """
     state, records = generated
     prompt, budget = len(PROMPTS[row]), BUDGETS[row]
     text = np.asarray(state.history[row, : prompt + budget])
@@ -151,7 +194,7 @@ def test_generation_against_float64(params, generated, row: int) -> None:
         at = prompt + i
         assert record.live
         assert (record.position, record.forwards) == (at, i)
-        assert record.finish == (FINISHED_LENGTH if i == budget - 1 else RUNNING)
+        assert record.status == (LENGTH if i == budget - 1 else RUNNING)
         assert record.choice.token == text[at] == logits[at - 1].argmax()
         assert float(record.choice.logprob) == pytest.approx(log_probs[at - 1].max(), abs=2e-5)
         p = np.exp(log_probs[at - 1])
@@ -161,5 +204,10 @@ def test_generation_against_float64(params, generated, row: int) -> None:
             got = float(getattr(record.choice.observation.metrics, name))
             assert got == pytest.approx(value, abs=1e-4), (i, name)
     assert not np.any(records.live[budget:, row])
-    assert int(state.finish[row]) == FINISHED_LENGTH
-    assert int(state.cache.length[row]) == prompt + budget - 1
+    assert int(state.status[row]) == LENGTH
+    length = int(state.cache.length[row])
+    assert length == prompt + budget - 1
+    _, _, whole = teacher_forced(params, TINY, text[None, :length])
+    for cached, expected in zip(state.cache.keys, whole.keys, strict=True):
+        same(cached[row, :, :length], expected[0])
+        np.testing.assert_array_equal(cached[row, :, length:], 0.0)

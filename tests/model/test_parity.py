@@ -10,7 +10,7 @@ import importlib
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -24,9 +24,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from entropix_jax.model.cache import KVCache, init_cache
-from entropix_jax.model.checkpoint import has_own_head, load_params, open_tensors, save_params
-from entropix_jax.model.config import MODEL_TYPES, ModelConfig, load_model_config
-from entropix_jax.model.mesh import parse_mesh, place, rules_for
+from entropix_jax.model.checkpoint import load_params, open_folder, read_params, save_params
+from entropix_jax.model.config import ModelConfig
+from entropix_jax.model.config_file import MODEL_TYPES, load_model_config
+from entropix_jax.model.mesh import Rules, parse_mesh, place, rules_for
 from entropix_jax.model.params import Params
 from entropix_jax.stats import AttnStats
 from tests.support import reference
@@ -51,14 +52,12 @@ SMALL: dict[str, Any] = {
 SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": CONTEXT}
 
 
-def rope(factor: float) -> dict[str, Any]:
-    bands = {
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
-    kind = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": factor}
-    return {"rope_parameters": {**kind, **bands}}
+def rope(factor: float, kind: str = "llama3") -> dict[str, Any]:
+    own: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": factor}
+    if kind == "llama3":
+        own |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        own["original_max_position_embeddings"] = 64
+    return {"rope_parameters": own}
 
 
 # Each family tied and untied, and what else its file may say.
@@ -66,10 +65,7 @@ VARIANTS: dict[tuple[str, bool], dict[str, Any]] = {
     ("llama", True): rope(32.0),
     ("llama", False): {**rope(8.0), "head_dim": 12, "rms_norm_eps": 1e-2, "num_key_value_heads": 1},
     ("mistral", True): {"sliding_window": None, "num_key_value_heads": 4},
-    ("mistral", False): {
-        "sliding_window": CONTEXT,
-        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
-    },
+    ("mistral", False): {"sliding_window": CONTEXT, **rope(4.0, "linear")},
     ("qwen2", True): {},
     ("qwen2", False): {**SLIDING, "max_window_layers": 1},
     ("qwen3", True): {"head_dim": 12},
@@ -139,11 +135,11 @@ def tokens() -> np.ndarray:
 
 
 def prefilled(
-    params: Params, config: ModelConfig, tokens: np.ndarray, cache: KVCache | None = None
+    params: Params, config: ModelConfig, tokens: np.ndarray, rules: Rules | None = None
 ) -> tuple[np.ndarray, AttnStats, KVCache]:
     """Both prompts in one call: logits [2, PROMPT, V], and the rest of `forward`'s."""
-    if cache is None:
-        cache = init_cache(config, 2, CONTEXT, jnp.dtype(jnp.float32))
+    cache = init_cache(config, 2, CONTEXT, jnp.dtype(jnp.float32))
+    cache = cache if rules is None else place(cache, rules.rows(cache))
     prompt, count = jnp.asarray(tokens[:, :PROMPT]), jnp.asarray(COUNTS)
     hidden, stats, cache = run(params, config, prompt, count, cache, window=CONTEXT)
     return np.asarray(logits_of(params, hidden)), stats, cache
@@ -218,8 +214,7 @@ def test_two_devices(made: Maker, tokens: np.ndarray, family: str, tied: bool) -
         assert layer.key_bias.addressable_shards[1].data.shape == (8,)
     if family == "qwen3":
         assert layer.query_norm.addressable_shards[1].data.shape == (12,)
-    empty = init_cache(model.config, 2, CONTEXT, jnp.dtype(jnp.float32))
-    spread, stats, _ = prefilled(params, model.config, tokens, place(empty, rules.rows(empty)))
+    spread, stats, _ = prefilled(params, model.config, tokens, rules)
     one, plain, _ = prefilled(model.params, model.config, tokens)
     for row, count in enumerate(COUNTS):
         close(spread[row, :count], one[row, :count])
@@ -231,29 +226,23 @@ def test_two_devices(made: Maker, tokens: np.ndarray, family: str, tied: bool) -
 
 def ours(folder: Path, tokens: np.ndarray, dtype: str = "float32") -> np.ndarray:
     """Logits [1, T, V]."""
-    config = load_model_config(folder)
-    if has_own_head(open_tensors(folder, config), config):
-        config = replace(config, tied_head=False)
-    logits, _, _ = teacher_forced(load_params(folder, config, dtype), config, tokens)
+    files = open_folder(folder)
+    params = read_params(files.tensors, files.config, dtype)
+    logits, _, _ = teacher_forced(params, files.config, tokens)
     return np.asarray(logits)
 
 
-def old_spelling(folder: Path) -> None:
-    """Rewrites a configuration of transformers 5 as those before it wrote it."""
-    path = folder / "config.json"
+def test_shards_and_the_old_spelling(made: Maker, tokens: np.ndarray, tmp_path: Path) -> None:
+    """The configuration as transformers wrote it before version 5."""
+    model = made("llama", False)
+    model.model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    path = tmp_path / "config.json"
     raw = json.loads(path.read_text())
     parameters = raw.pop("rope_parameters")
     raw |= {"rope_theta": parameters.pop("rope_theta"), "rope_scaling": parameters}
     raw["torch_dtype"] = raw.pop("dtype")
     path.write_text(json.dumps(raw))
-
-
-def test_shards_and_the_old_spelling(made: Maker, tokens: np.ndarray, tmp_path: Path) -> None:
-    model = made("llama", False)
-    model.model.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
-    assert not (tmp_path / "model.safetensors").exists()
-    old_spelling(tmp_path)
     assert load_model_config(tmp_path) == model.config
     close(ours(tmp_path, tokens[:1]), model.theirs(tokens[:1])[0])
 
@@ -293,18 +282,13 @@ def rope_without_type(tensors: dict[str, Any], raw: dict[str, Any]) -> None:
     raw["rope_parameters"] = {"rope_theta": 20000.0}
 
 
-def linear_rope(tensors: dict[str, Any], raw: dict[str, Any]) -> None:
-    raw["rope_parameters"] = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
-
-
 def linear_rope_of_factor_one(tensors: dict[str, Any], raw: dict[str, Any]) -> None:
-    raw["rope_parameters"] = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 1.0}
+    raw |= rope(1.0, "linear")
 
 
 @pytest.mark.filterwarnings("ignore::entropix_jax.errors.Note")
 @pytest.mark.parametrize(
-    "change",
-    [stored_head, several_types, rope_without_type, linear_rope, linear_rope_of_factor_one],
+    "change", [stored_head, several_types, rope_without_type, linear_rope_of_factor_one]
 )
 def test_unusual_folders(
     made: Maker,

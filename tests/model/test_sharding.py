@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from entropix_jax.engine.decode import decode
-from entropix_jax.engine.state import RUNNING, Recording
+from entropix_jax.engine.state import RUNNING
 from entropix_jax.errors import UserError
 from entropix_jax.model.cache import init_cache
 from entropix_jax.model.loading import LanguageModel, load
@@ -22,7 +21,7 @@ from entropix_jax.model.mesh import check_mesh, parse_mesh, place, rules_for
 from tests.support.eight_devices import BATCH, CAPACITY, CONFIG, MESHES, Outcome
 from tests.support.meshes import Collective, collectives_of, two
 from tests.support.models import logits_of, run, tiny_config
-from tests.support.samplers import LANES, LITERAL, Job, params_of, start, tiny_model
+from tests.support.samplers import LANES
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,37 +82,23 @@ def test_what_cannot_be_split_is_refused(
     check_mesh(two(mesh), tiny_config(vocab_size=63), 4)
 
 
-def test_the_rules_say_where_weights_lie() -> None:
-    specs = jax.tree.map(
-        lambda x: x.spec, rules_for(two("model=2"), tiny_config()).params(tiny_config())
-    )
-    assert (specs.embedding, specs.final_norm) == (P("model"), P())
+def test_weights_are_loaded_onto_their_devices(tiny: LanguageModel) -> None:
+    """A vocabulary that cannot be split, as this one, leaves its matrices whole, and only them."""
+    spread = load("tiny", mesh=two("model=2"))
+    assert spread.rules is not None
+    wanted = jax.tree.leaves(spread.rules.params(tiny.config))
+    leaves = (jax.tree.leaves(model.params) for model in (tiny, spread))
+    for one, other, sharding in zip(*leaves, wanted, strict=True):
+        assert other.sharding == sharding
+        np.testing.assert_array_equal(one, other)
+    specs = jax.tree.map(lambda x: x.sharding.spec, spread.params)
     layer = specs.layers[-1]
     assert {layer.query, layer.key, layer.value, layer.gate, layer.up} == {P("model")}
     assert {layer.output, layer.down} == {P(None, "model")}
-    assert {layer.attention_norm, layer.mlp_norm} == {P()}
-    # A vocabulary that cannot be split leaves its matrices whole, and them alone.
-    odd = tiny_config(vocab_size=63, tied_head=False)
-    specs = jax.tree.map(lambda x: x.spec, rules_for(two("model=2"), odd).params(odd))
-    assert {specs.embedding, specs.head} == {P()}
-    assert specs.layers[0] == layer
-    every = jax.tree.leaves(rules_for(two("data=2"), odd).params(odd))
-    assert {x.spec for x in every} == {P()}
-
-
-def test_weights_are_loaded_onto_their_devices(tiny: LanguageModel) -> None:
-    config = tiny.config
-    spread = load("tiny", mesh=two("model=2"))
-    assert spread.rules is not None
-    for one, other, wanted in zip(
-        jax.tree.leaves(tiny.params),
-        jax.tree.leaves(spread.params),
-        jax.tree.leaves(spread.rules.params(config)),
-        strict=True,
-    ):
-        assert other.sharding == wanted
-        np.testing.assert_array_equal(one, other)
-    assert spread.params.layers[0].down.addressable_shards[1].data.shape == (192, 256)
+    assert {layer.attention_norm, layer.mlp_norm, specs.final_norm, specs.embedding} == {P()}
+    even = tiny_config(vocab_size=64)
+    assert rules_for(two("model=2"), even).params(even).embedding.spec == P("model")
+    assert rules_for(two("data=2"), even).params(even).embedding.spec == P()
     narrow = load("tiny", dtype="bfloat16", mesh=two("model=2")).params.layers[0].gate
     np.testing.assert_array_equal(narrow, tiny.params.layers[0].gate.astype(jnp.bfloat16))
     assert load("tiny", mesh=parse_mesh(None, jax.devices()[:1])).rules is None
@@ -138,17 +123,6 @@ def test_the_embedded_model_s_logits(mesh: str, weights: str, length: int) -> No
     assert np.abs(one - spread)[[0, 1], count - 1].max() <= 1e-5 * np.abs(one).max()
 
 
-def test_on_one_device_nothing_is_split() -> None:
-    config, params = tiny_model()
-    job = Job([1, 2], params_of(LITERAL))
-    state = start(config, params, [job] * 2, 16)
-    options: Any = {"config": config, "window": 16, "max_steps": 1, "recording": Recording()}
-    for lanes in (False, True):
-        one = decode.lower(params, state, jnp.int32(1), **options, lanes=lanes).as_text()
-        for word in ("shard", "mesh", "sdy", "all_reduce", "partition_id"):
-            assert word not in one, word
-
-
 # Rows on eight devices.
 
 
@@ -164,8 +138,8 @@ def test_the_rows_do_all_that_rows_do(outcomes: dict[str, Outcome]) -> None:
     assert any(line.best > 0 for lines in one.lines for line in lines)
     waited = [line.waited for lines in one.lines for line in lines]
     assert {wait > 0 for wait in waited} == {True, False}
-    assert (one.states[-1].sampler.tally.own["backspace"].backspaced > 0).sum() >= 3
-    assert any({*(state.finish == RUNNING)} == {True, False} for state in one.states)
+    assert (one.states[-1].sampler.tally.states["backspace"].backspaced > 0).sum() >= 3
+    assert any({*(state.status == RUNNING)} == {True, False} for state in one.states)
 
 
 @pytest.mark.slow

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from entropix_jax.accelerators.tpu_write import position_axis, write_run, write_token
 from entropix_jax.model.cache import KVCache
-from entropix_jax.model.write import copy_as_it_lies, copy_runs, write, write_run, write_token
+from entropix_jax.model.write import _copy_runs, copy_runs, write
 
 SHAPES = pytest.mark.parametrize(("positions", "head_dim"), [(300, 64), (24, 16), (40, 128)])
 DTYPES = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 on_tpu = {
-    True: jax.jit(partial(write_token, interpret=True)),
+    True: jax.jit(partial(write_token, mesh_axis="model", interpret=True)),
     False: jax.jit(write_run),
 }
 
@@ -57,7 +58,7 @@ def test_runs_of_other_rows_are_copied(positions: int, head_dim: int, dtype: Any
         for _ in range(2)
     )
     cache = KVCache(keys, values, jnp.zeros(8, jnp.int32), jnp.dtype(dtype))
-    for way in (copy_runs, copy_as_it_lies):
+    for way in (copy_runs, partial(_copy_runs, axis=position_axis(head_dim))):
         copied = jax.jit(partial(way, block=block))(cache, number, source, target, start, end)
         for before, after in zip(jax.tree.leaves(cache), jax.tree.leaves(copied), strict=True):
             expected = np.array(before, np.float32)

@@ -15,14 +15,12 @@ import pytest
 
 import entropix_jax
 from entropix_jax.engine.results import Row, Rows
-from entropix_jax.engine.state import Recording
 from entropix_jax.engine.trace import BranchRecord, TokenRecord
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.names import REGIMES
 from entropix_jax.report.notebook import MAX_TOKENS
 from entropix_jax.report.page import run_page
-from entropix_jax.report.reading import TraceReader
 from entropix_jax.report.tokens import style
 from tests.support.browser import contrast
 from tests.support.runs import Spec, run_specs, unrun
@@ -86,55 +84,49 @@ def told(text: str, regime: str = "mid", action: str = "sample", **changes: Any)
 EVIL = "<script>alert('&amp;\"')</script>"
 
 
-def test_tokens_have_their_regime_and_a_tooltip() -> None:
-    row = row_of(
-        told(" a", "lelv", position=3),
-        told(" b\n\nc", "helv", entropy=3.214, varentropy=10.52, logprob=-0.693147, position=4),
-        told("\x1b[2J\x00", "hehv", position=5),
-        finish_reason="eos",
-    )
-    page = Page(row._repr_html_())
-    texts = [(one["text"], one["data-regime"]) for one in page.tokens]
-    assert texts == [(" a", "lelv"), (" b\n\nc", "helv"), ("\ufffd[2J\ufffd", "hehv")]
-    lines = page.tokens[1]["title"].split("\n")
-    assert lines[0] == r" b\n\nc · undecided (HELV) · sample"
-    assert lines[1] == "entropy 3.21 bits, varentropy 10.52 bits²"
-    assert "p 0.500," in lines[3]
-    assert lines[4] == "position 4"
-    assert "3 tokens · eos" in page.plain
-
-
-def test_thoughts_branches_and_retracted_tokens_are_marked() -> None:
+def test_tokens_have_their_regime_marks_and_a_tooltip() -> None:
     futures = [
         BranchRecord([1], EVIL * 9, -0.51, chosen=True),
         BranchRecord([2], "\n", None, chosen=False),
     ]
     row = row_of(
+        told(" b\n\nc", "helv", entropy=3.214, varentropy=10.52, logprob=-0.693147, position=0),
         told(" Wait", "helv", "inject", position=1),
-        told("...", "lelv", "inject", position=2),
+        told("...\x1b[2J\x00", "lelv", "inject", position=2),
         told(" x", "lehv", "branch", position=3, branches=futures),
         told(" y", "lelv", "branch", position=4),
         told(" z", "mid", "backspace", position=5),
         told("", "mid", position=6, token_id=77, loop=True),
         retracted=[told(" q", "hehv", position=5), told(" r", "hehv", position=5)],
+        finish_reason="eos",
     )
     page = Page(row._repr_html_())
-    assert [(one["text"], *one["class"].split()[1:]) for one in page.tokens] == [
-        (" Wait", "injected", "inject-start"),
-        ("...", "injected"),
-        (" x", "branched", "branch-start"),
-        (" y", "branched"),
-        (" q", "retracted"),
-        (" r", "retracted"),
-        (" z",),
-        ("⟨77⟩", "loop", "empty"),
+    assert [
+        (one["text"], one["data-regime"], *one["class"].split()[1:]) for one in page.tokens
+    ] == [
+        (" b\n\nc", "helv"),
+        (" Wait", "helv", "injected", "inject-start"),
+        ("...\ufffd[2J\ufffd", "lelv", "injected"),
+        (" x", "lehv", "branched", "branch-start"),
+        (" y", "lelv", "branched"),
+        (" q", "hehv", "retracted"),
+        (" r", "hehv", "retracted"),
+        (" z", "mid"),
+        ("⟨77⟩", "mid", "loop", "empty"),
     ]
-    assert "2 retracted" in page.plain
-    hint = page.tokens[2]["title"].split("\n")
+    assert "7 tokens · eos · 2 retracted" in page.plain
+    lines = page.tokens[0]["title"].split("\n")
+    assert lines[:2] == [
+        r" b\n\nc · undecided (HELV) · sample",
+        "entropy 3.21 bits, varentropy 10.52 bits²",
+    ]
+    assert "p 0.500," in lines[3]
+    hint = page.tokens[3]["title"].split("\n")
+    assert hint[-3] == "position 3"
     assert hint[-2].startswith("→ -0.51 <script>")
     assert len(hint[-2]) < 80
     assert hint[-1] == r"   no score \n"
-    assert page.tokens[4]["title"].startswith(" q · scattered (HEHV) · sample · retracted\n")
+    assert page.tokens[5]["title"].startswith(" q · scattered (HEHV) · sample · retracted\n")
     for meaning in ("injected by the sampler", "the best of several", "part of a repetition"):
         assert meaning in page.plain
     assert "part of a repetition" not in Page(row_of(told("a"))._repr_html_()).plain
@@ -183,27 +175,19 @@ def test_its_size_is_bounded() -> None:
     assert len(Rows([row_of(told("a"))] * 1000)._repr_html_()) < 300_000
 
 
-@pytest.mark.parametrize(("theme", "background"), [(0, 255), (0, 0), (1, 0)])
-def test_colours_stand_out(theme: int, background: int) -> None:
-    """By WCAG 2.1, 3 for signs. The light colours must do on dark, too, where nothing says that a
-    notebook is dark."""
+def test_style_of_a_cell() -> None:
+    """Colours have a contrast of 3 by WCAG 2.1, the light ones on dark, too, where nothing says
+    that a notebook is dark. Every rule keeps to its own cell."""
     for regime in REGIMES:
-        (colours,) = re.findall(
-            rf"--{regime}: light-dark\(#(\w{{6}}), #(\w{{6}})\);", style("rows")
-        )
-        parts = [int(colours[theme][i : i + 2], 16) for i in (0, 2, 4)]
-        assert contrast(parts, [background] * 3) >= 3.0, regime
-
-
-def test_every_rule_keeps_to_its_own_cell() -> None:
-    """A cell's styles apply to the whole notebook."""
+        pattern = rf"--{regime}: light-dark\(#(\w{{6}}), #(\w{{6}})\);"
+        ((light, dark),) = re.findall(pattern, style("rows"))
+        for colour, background in ((light, 255), (light, 0), (dark, 0)):
+            assert contrast([*bytes.fromhex(colour)], [background] * 3) >= 3.0, regime
     sheet = re.sub(r"/\*.*?\*/", "", style("rows"), flags=re.DOTALL)
     rules = re.sub(r"\{[^}]*\}", "\0", sheet).split("\0")
     selectors = [one.strip() for rule in rules if rule.strip() for one in rule.split(",")]
     assert len(selectors) > 20
     assert all(re.search(r"(^| )\.entropix-jax( |$)", one) for one in selectors)
-    for sign in (*REGIMES[1:], "injected", "branched", "retracted", "loop::after", "inject-start"):
-        assert any(sign in one for one in selectors), sign
 
 
 # Runs.
@@ -212,28 +196,22 @@ def test_every_rule_keeps_to_its_own_cell() -> None:
 def test_a_saved_trace_is_that_of_the_run(model: LanguageModel, tmp_path: Path) -> None:
     # Numbers may be NumPy's.
     numbers: Any = {"max_new_tokens": np.int64(20), "samples": np.int64(2), "seed": np.int64(3)}
-    options: Any = {"chat": False, "ignore_eos": True, "recording": Recording(top=2)}
-    run = entropix_jax.stream(model, "Once upon a time", LITERAL, **numbers, **options)
-    events = list(run)
-    path = tmp_path / "run.jsonl"
+    run = entropix_jax.stream(
+        model, "Once upon a time", LITERAL, **numbers, chat=False, ignore_eos=True
+    )
+    events = [event for event in run if event.token is not None]
+    path, page = tmp_path / "run.jsonl", tmp_path / "run.html"
     run.rows.save_trace(path)
     header, *lines, footer = read_trace(path)
     assert (header["seed"], header["sampler"]) == (3, "literal")
     assert header["prompt"] == "<|begin_of_text|>Once upon a time"
     for row in (0, 1):
-        wanted = [
-            json.loads(json.dumps(event.token.to_json(retracted=event.retracted)))
-            for event in events
-            if event.token is not None and event.row.number == row
-        ]
-        assert [line for line in lines if line["row"] == row] == wanted
+        own = [event for event in events if event.row.number == row]
+        records = [event.token.to_json(retracted=event.retracted) for event in own if event.token]
+        assert [line for line in lines if line["row"] == row] == json.loads(json.dumps(records))
     assert any(line["type"] == "retracted" for line in lines)
     assert footer["timings"] == run.timings
     assert footer["rows"][1]["text"] == run.rows[1].text
-    reader = TraceReader(path)
-    assert len(list(reader)) == len(lines) + 2
-
-    page = tmp_path / "run.html"
     run.rows.save_report(page)
     assert page.read_text("utf-8") == run_page(path)
     assert {one.name for one in tmp_path.iterdir()} == {"run.jsonl", "run.html"}

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.cli import generate as main
+from entropix_jax.__main__ import main
 from entropix_jax.names import MEANINGS, QUANTITIES, REGIMES
 from entropix_jax.report.page import run_page, write_report
 from entropix_jax.report.tokens import MARKS, name_of
@@ -63,7 +63,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trace]:
     """The page of a thousand tokens, as the command makes it, and its trace."""
     folder = tmp_path_factory.mktemp("run")
     path, output = folder / "trace.jsonl", folder / "page.html"
-    assert main.main([*RUN, "--trace", str(path), "--report", str(output)]) == 0
+    assert main(["generate", *RUN, "--trace", str(path), "--report", str(output)]) == 0
     trace = load_trace(path)
     tokens = committed(trace)
     assert (len(tokens), {record["regime"] for record in tokens}) == (1000, set(REGIMES))
@@ -113,27 +113,20 @@ def quoted(record: dict[str, Any]) -> str:
 # What it shows.
 
 
-def test_it_loads_without_a_request(
-    watched: Callable[..., Watched], run: tuple[Path, Trace]
-) -> None:
-    """With plots."""
-    one = watched()
-    one.open(run[0])
-    assert one.requests == [run[0].as_uri()]
-    assert one.page.locator("#plane .scatterlayer .trace").count() > 5
-
-
 @pytest.mark.parametrize(("width", "scheme"), [(400, "dark"), (1440, "light"), (1440, "dark")])
 def test_nothing_is_cut_off(
     watched: Callable[..., Watched], run: tuple[Path, Trace], width: int, scheme: str
 ) -> None:
-    """And text has enough contrast."""
-    page = watched(width, scheme=scheme).open(run[0])
+    """Nothing is requested, and text has enough contrast."""
+    one = watched(width, scheme=scheme)
+    page = one.open(run[0])
+    assert page.locator("#plane .scatterlayer .trace").count() > 5
     page.locator("#attention").scroll_into_view_if_needed()
     page.wait_for_selector("#heat .heatmaplayer image")
     nothing_is_cut_off(page, width)
     texts_stand_out(page, "#legend .token, #legend .muted, main .about, main .muted, .marks li")
     assert page.locator("main > .panel:not([hidden])").count() == 9
+    assert one.requests == [run[0].as_uri()]
 
 
 def test_the_text_is_the_runs(page: Any, run: tuple[Path, Trace]) -> None:
@@ -152,21 +145,6 @@ def test_the_text_is_the_runs(page: Any, run: tuple[Path, Trace]) -> None:
     drawn = {name for _, _, classes in spans for name in classes}
     legend = set(each(page, ".marks .token", "node.classList[1]"))
     assert {"branched", "retracted"} <= legend == drawn & MARKS.keys()
-
-
-def test_a_token_keeps_its_space_and_its_mark_at_a_line_break(
-    watched: Callable[..., Watched], run: tuple[Path, Trace]
-) -> None:
-    page = watched(400).open(run[0])
-    line = "[node.textContent, node.className, node.getClientRects().length]"
-    lines = [
-        count
-        for text, classes, count in each(page, "#text-0 .token", line)
-        if re.match(r" +\S", text) or re.search("-start|loop|retracted", classes)
-        if "\n" not in text
-    ]
-    assert len(lines) > 500
-    assert {*lines} == {1}
 
 
 def test_all_numbers_of_a_token_are_the_traces(page: Any, run: tuple[Path, Trace]) -> None:
@@ -237,7 +215,7 @@ def test_branches_and_retracted_tokens(page: Any, run: tuple[Path, Trace]) -> No
 # Selecting.
 
 
-def test_pointing_at_a_token_shows_it(page: Any, run: tuple[Path, Trace]) -> None:
+def test_selecting_a_token_shows_it(page: Any, run: tuple[Path, Trace]) -> None:
     spans = page.locator("#text-0 .token")
     for i in (5, 9):
         spans.nth(i).hover()
@@ -254,25 +232,17 @@ def test_pointing_at_a_token_shows_it(page: Any, run: tuple[Path, Trace]) -> Non
     spans.nth(7).click()  # releases it
     spans.nth(3).hover()
     assert selected(page) == 3
-
-
-def test_arrow_keys_walk_through_the_text(page: Any, run: tuple[Path, Trace]) -> None:
-    box, current = page.locator("#text-0"), page.locator("#text-0 .token.selected")
+    box, last = page.locator("#text-0"), len(run[1].tokens) - 1
     box.focus()
-    last = len(run[1].tokens) - 1
     for key, expected in (
-        *(("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("Home", 0), ("ArrowLeft", 0)),
+        *(("Home", 0), ("ArrowRight", 1), ("ArrowLeft", 0), ("ArrowLeft", 0)),
         *(("End", last), ("ArrowRight", last)),
     ):
         page.keyboard.press(key)
         assert selected(page) == expected
         assert box.get_attribute("aria-activedescendant") == f"text-0-{expected}"
-    outer, inner = box.bounding_box(), current.bounding_box()
+    outer, inner = (one.bounding_box() for one in (box, page.locator("#text-0 .token.selected")))
     assert outer["y"] <= inner["y"] <= outer["y"] + outer["height"] - inner["height"]
-    page.keyboard.press("Home")
-    top = current.bounding_box()["y"]
-    page.keyboard.press("ArrowDown")
-    assert current.bounding_box()["y"] > top
 
 
 # The plane.
@@ -290,47 +260,7 @@ def test_quadrants_and_thresholds_are_labelled(page: Any) -> None:
     assert plot(page, "plane", "layout.shapes.filter((one) => one.line.dash).length") == 4
 
 
-def test_an_older_trace_has_axes_in_bits(opened: Callable[..., Any], tmp_path: Path) -> None:
-    """Without a table, an outlier does not rule the axes, and no percentile is shown."""
-    records = [token(3 + i, entropy=0.05 * i, varentropy=0.1 * i) for i in range(60)]
-    records[30] |= {"entropy": 15.0, "varentropy": 400.0}
-    start = header(sampler_parameters={**SAMPLER.values, "thresholds.calibrated": True})
-    page = opened(
-        {k: v for k, v in start.items() if k not in ("percentiles", "calibration")}, *records
-    )
-    ends = plot(page, "plane", "[layout.xaxis.range[1], layout.yaxis.range[1]]")
-    assert ends == pytest.approx([4 * 1.015, 7 * 1.015])
-    points = plot(page, "plane", "data[4]")
-    assert (points["x"][30], points["y"][30]) == (4, 7)
-    assert points["x"][31] == records[31]["entropy"]
-    assert points["customdata"][30] == [15.0, 400.0]
-    assert {*each(page, "#knobs output", "node.textContent")} == {""}
-    assert sampler_of(page, tmp_path) == SAMPLER.values
-
-
 # Other thresholds.
-
-
-def test_a_slider_shows_the_percentile_and_the_value(page: Any, run: tuple[Path, Trace]) -> None:
-    told = "of this model's answers"
-    assert shown_percentiles(page) == [f"{p} % {told}" for p in (30, 70, 60, 60)]
-    quantiles = run[1].header["calibration"]["quantiles"]
-    page.locator("#knob-h2").fill("85")
-    frames(page)
-    assert shown_percentiles(page)[1] == f"85 % {told}"
-    assert float(page.locator("#knob-h2 + input").input_value()) == quantiles["entropy"][85]
-    value = round(float(np.interp(33.3, PERCENTS, quantiles["varentropy"])), 6)
-    set_knob(page, "u1", value)
-    assert shown_percentiles(page)[2] == f"33.3 % {told}"
-    assert page.locator("#knob-u1").input_value() == "33.5"
-    assert page.locator("#knob-u1").get_attribute("aria-valuetext").endswith(f"33.3 % {told}")
-    words = page.locator("#what-if-command").text_content().split()
-    assert words[1:] == [
-        "sampler.thresholds.h1=30%",
-        f"sampler.thresholds.h2={quantiles['entropy'][85]}",
-        f"sampler.thresholds.u1={value}",
-        "sampler.thresholds.u2=60%",
-    ]
 
 
 def shown_percentiles(page: Any) -> list[str]:
@@ -347,6 +277,13 @@ def set_knob(page: Any, name: str, value: float) -> None:
     frames(page)
 
 
+def settings_of(page: Any) -> dict[str, Any]:
+    """The settings of the command that the page shows."""
+    option, *words = shlex.split(page.locator("#what-if-command").text_content())
+    assert option == "--set"
+    return dict(map(parse_setting, words))
+
+
 def sampler_of(page: Any, folder: Path) -> dict[str, Any]:
     """The sampler of the file that the page offers."""
     file = folder / "mine.toml"
@@ -357,16 +294,25 @@ def sampler_of(page: Any, folder: Path) -> dict[str, Any]:
 def test_other_thresholds_reclassify_the_run(
     page: Any, run: tuple[Path, Trace], tmp_path: Path
 ) -> None:
-    """Its texts, its shares and its plots; how they are classified is checked below."""
+    """Its texts, its shares and its plots. How they are classified is tested below."""
     records = run[1].tokens
     start = Counter(r["regime"] for r in committed(run[1]))
     before = {name: [start[name], start[name]] for name in REGIMES}
     assert shares(page) == before
     assert page.locator("#what-if .what-if-reset").is_disabled()
+    answers = "of this model's answers"
+    assert shown_percentiles(page) == [f"{p} % {answers}" for p in (30, 70, 60, 60)]
+    page.locator("#knob-h2").fill("85")  # a percentile, on the slider
+    frames(page)
+    assert shown_percentiles(page)[1] == f"85 % {answers}"
+    quantiles = run[1].header["calibration"]["quantiles"]
+    assert float(page.locator("#knob-h2 + input").input_value()) == quantiles["entropy"][85]
 
     values = {"h1": 0.8, "h2": 2.1, "u1": 0.9, "u2": 3.5}
     for name, value in values.items():
         set_knob(page, name, value)
+    rank = float(percentiles(run[1], "entropy", 0.8))
+    assert shown_percentiles(page)[0] == f"{round(rank, 1):g} % {answers}"
     settings = {f"thresholds.{name}": value for name, value in values.items()}
     found = zip(each(page, "#text-0 .token", "node.dataset.regime"), records, strict=True)
     now = Counter(regime for regime, record in found if record["type"] == "token")
@@ -376,9 +322,7 @@ def test_other_thresholds_reclassify_the_run(
     assert plot(page, "plane", "layout.shapes[0].x1") == pytest.approx(edge)
 
     # The command and a sampler file understand what the page prints.
-    words = page.locator("#what-if-command").text_content().split()
-    assert words[0] == "--set"
-    assert dict(map(parse_setting, words[1:])) == settings
+    assert settings_of(page) == settings
     assert settings.items() <= sampler_of(page, tmp_path).items()
     page.locator("#what-if-note .what-if-reset").click()
     frames(page)
@@ -386,48 +330,34 @@ def test_other_thresholds_reclassify_the_run(
     assert page.locator("#what-if-note").is_hidden()
 
 
-def test_a_sampler_file_is_complete(opened: Callable[..., Any], tmp_path: Path) -> None:
-    """And valid TOML whatever the settings contain. Percentiles stay as written."""
+def test_samplers_that_the_page_writes(opened: Callable[..., Any], tmp_path: Path) -> None:
+    """In the file and in the command. Percentiles that were not moved stay as written."""
+    # Valid TOML whatever the settings contain.
     changes = {"inject.thought": [NASTY, '\\ \x7f\t"'], "metrics.layers": [1e-7, 1.0, 0.0, 1e6]}
     sampler = SAMPLER.with_values(changes)
     page = opened(header(sampler="mine", sampler_parameters=dict(sampler.values)), *run_of())
     assert sampler_of(page, tmp_path) == sampler.written
 
-
-def test_a_moved_threshold_leaves_other_percentiles_as_written(
-    opened: Callable[..., Any], tmp_path: Path
-) -> None:
-    """In the command and in the file, for thresholds and for conditions."""
     sampler = load_sampler("document-002").resolve(CALIBRATION)
     own = {"sampler_parameters": dict(sampler.values), "percentiles": dict(sampler.percentiles)}
     page = opened(header(**own), *run_of())
     set_knob(page, "attn_entropy_norm-0-44", 0.3)
     set_knob(page, "u2", 4.5)
     moved = ["entropy < h2", "varentropy < u2", "attn_entropy_norm < 0.3", "agreement > 50%"]
-    changes = {"regimes.lelv": moved, "thresholds.u2": 4.5}
-    expected = {**sampler.written, **changes}
+    expected = {**sampler.written, "regimes.lelv": moved, "thresholds.u2": 4.5}
     assert sampler_of(page, tmp_path) == expected
-    words = shlex.split(page.locator("#what-if-command").text_content())
-    found = dict(map(parse_setting, words[1:]))
+    found = settings_of(page)
     assert found == {key: expected[key] for key in found}
-    assert found.keys() >= {"thresholds.h2", "regimes.hehv", *changes}
+    assert found.keys() >= {"thresholds.h2", "regimes.hehv", "regimes.lelv", "thresholds.u2"}
 
-
-def test_thresholds_without_names(opened: Callable[..., Any], tmp_path: Path) -> None:
-    """A preset with numbers in its conditions."""
+    # A preset with numbers in its conditions, no named thresholds.
     values = dict(load_sampler("document-001").resolve(CALIBRATION).values)
     records = [token(3 + i, entropy=0.3 * i, varentropy=0.05) for i in range(20)]
-    start = header(sampler="document-001", sampler_parameters=values)
-    page = opened(start, *records, footer(records))
+    page = opened(header(sampler_parameters=values), *records, footer(records))
     set_knob(page, "entropy-0-1", 1.0)
-    words = shlex.split(page.locator("#what-if-command").text_content())
-    expected = {f"regimes.{box}": values[f"regimes.{box}"] for box in REGIMES[:-1]}
-    expected["regimes.lelv"] = ["entropy < 1", "varentropy < 0.1"]
-    found = dict(map(parse_setting, words[1:]))
-    assert found == {k: [text.replace(".0", "") for text in v] for k, v in expected.items()}
+    assert settings_of(page)["regimes.lelv"] == ["entropy < 1", "varentropy < 0.1"]
     assert shares(page)["lelv"][1] == 4  # 0, 0.3, 0.6, 0.9
-    kept = sampler_of(page, tmp_path)
-    assert {key: kept[key] for key in found} == found
+    assert settings_of(page).items() <= sampler_of(page, tmp_path).items()
 
 
 def run_module(browser: Any, name: str, function: str, argument: Any) -> Any:
@@ -465,34 +395,6 @@ def test_percentiles_are_the_samplers(browser: Any) -> None:
         assert found[1] == pytest.approx([own.rank("entropy", v) for v in values])
 
 
-def test_regions_of_the_plane(browser: Any) -> None:
-    """The first box that holds a point has it, MID what is left between and around them."""
-    boxes = [
-        {"regime": "lelv", "bounds": {"entropy": [None, 1], "varentropy": [None, 5]}},
-        {"regime": "helv", "bounds": {"entropy": [3, None], "varentropy": [None, 5]}},
-        {"regime": "lehv", "bounds": {"entropy": [None, 3], "varentropy": [6, None]}},
-        {"regime": "hehv", "bounds": {"varentropy": [6, None]}},
-    ]
-    found = run_module(
-        browser,
-        "quadrants.js",
-        """({regionsOf}, boxes) => {
-            for (const {bounds} of boxes) for (const [name, [low, high]] of Object.entries(bounds))
-                bounds[name] = [low ?? -Infinity, high ?? Infinity];
-            return JSON.stringify(regionsOf(boxes).map(({regime, x, y}) => [regime, x, y]));
-        }""",
-        boxes,
-    )
-    assert json.loads(found) == [
-        ["lelv", [None, 1], [None, 5]],
-        ["mid", [1, 3], [None, 5]],
-        ["helv", [3, None], [None, 5]],
-        ["mid", [None, None], [5, 6]],
-        ["lehv", [None, 3], [6, None]],
-        ["hehv", [3, None], [6, None]],
-    ]
-
-
 @pytest.mark.parametrize(
     ("preset", "changes"),
     [
@@ -516,7 +418,7 @@ def test_the_page_classifies_as_the_sampler_does(
     sampler = load_sampler(preset).with_values(changes).resolve(CALIBRATION)
     start = header(sampler_parameters=dict(sampler.values))
     text = run_page(write(tmp_path / "trace.jsonl", start))
-    (facts,) = json.loads(Parsed(text).scripts["traces"])
+    facts = json.loads(Parsed(text).scripts["facts"])
     draw = np.random.default_rng(0)
     count = 6000
     points = draw.uniform(0, [7, 7, 1, 1, 7], (count, 5)).astype(np.float32)

@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 
 from entropix_jax.names import REGIMES
-from entropix_jax.sampler.context import Context, Proposal, as_configured
+from entropix_jax.sampler.context import Context, as_configured
+from entropix_jax.sampler.keys import scalars
 from entropix_jax.sampler.mechanisms import ACTIONS
-from entropix_jax.sampler.mechanisms.adaptive import confidence
+from entropix_jax.sampler.mechanisms.plain import confidence
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.regimes import classify, current_thresholds
-from entropix_jax.sampler.sampler import scalars
+from entropix_jax.sampler.regimes import classify
 from entropix_jax.sampler.settings import SamplerSettings
+from entropix_jax.sampler.state import Proposal
 from entropix_jax.sampler.step import propose
 from tests.support.samplers import (
     ARMS,
     LITERAL,
-    NAMES,
     RULES,
     VOCAB_SIZE,
     batch_of,
@@ -64,11 +64,16 @@ BETWEEN = published(
     interaction_strength=0.75,
 )
 SCENARIOS: list[tuple[Metrics, str, str, dict[str, float]]] = [
-    (LOW, "lelv", "argmax", {"temperature": 0, "draws": 1}),
+    (LOW, "lelv", "argmax", {"temperature": 0, "num_candidates": 1}),
     (UNDECIDED, "helv", "inject", {}),
-    (FORKED, "lehv", "explore", {"temperature": 0.666 * 1.44, "top_k": 32, "draws": 1}),
+    (FORKED, "lehv", "explore", {"temperature": 0.666 * 1.44, "top_k": 32, "num_candidates": 1}),
     (HIGH, "hehv", "resample", {"temperature": 2.0, "top_p": 0.7, "top_k": 27, "min_p": 0.03}),
-    (BETWEEN, "mid", "adaptive", {"temperature": 1.7915, "top_p": 0.963, "top_k": 30, "draws": 12}),
+    (
+        BETWEEN,
+        "mid",
+        "adaptive",
+        {"temperature": 1.7915, "top_p": 0.963, "top_k": 30, "num_candidates": 12},
+    ),
 ]
 
 
@@ -116,7 +121,7 @@ def oracle(
     strength = metrics["interaction_strength"]
     t0, k0, p0, m0 = (v[f"base.{name}"] for name in ("temperature", "top_k", "top_p", "min_p"))
 
-    action, t, k, p, m, draws = arm, t0, k0, p0, m0, 1
+    action, t, k, p, m, candidates = arm, t0, k0, p0, m0, 1
     if arm == "argmax":
         t = 0.0
     elif arm == "inject":
@@ -162,15 +167,14 @@ def oracle(
         k = np.clip(k, v["adaptive.top_k_min"], v["adaptive.top_k_max"]) if k0 else 0
         m = m0 * (1 - v["adaptive.min_p_logits"] * both)
         m = np.clip(m, v["adaptive.min_p_min"], v["adaptive.min_p_max"])
-        draws = v["adaptive.draws"]
+        candidates = v["adaptive.draws"]
     return {
         "action": ACTIONS.index(action),
         "temperature": max(t, 0.0),
         "top_k": k,
         "top_p": p,
         "min_p": m,
-        "draws": draws,
-        "rule": NAMES.index(v["truncation.rule"]),
+        "num_candidates": candidates,
     }
 
 
@@ -273,31 +277,6 @@ def test_random_points() -> None:
             assert got == pytest.approx(value, rel=2e-5, abs=2e-5), (row, name)
         wanted = confidence_of(points[row], values, own)
         assert float(reported[row]) == pytest.approx(wanted, rel=2e-5, abs=2e-5), row
-
-
-@pytest.mark.parametrize("drift", [(0, 0, 0, 0), (0.5, -0.5, 0.25, 0.75)])
-def test_the_default_counts_in_thresholds(drift: Sequence[float]) -> None:
-    """`adaptive` of `entropix` gets h / h2 and u / u2 of the row as it is, each at most 2; that of
-    the documents gets bits."""
-    params, document = params_of("entropix"), params_of("document-004")
-    thresholds = current_thresholds(params, jnp.asarray(drift, jnp.float32))
-    row: dict[str, Any] = {"thresholds": thresholds.tolist()}
-    h1, h2 = 0.3 * math.exp(drift[0]), 2.5 * math.exp(drift[1])
-    u1, u2 = 2.5 * math.exp(drift[2]), 2.5 * math.exp(drift[3])  # all 60%
-    np.testing.assert_allclose(thresholds, [h1, h2, u1, u2], rtol=1e-6)
-    seen = {"attn_entropy_norm": 0.5, "attn_varentropy": 0.25, "agreement": 0.6}
-    attn = 0.2 * (0.5 + 0.25) - 0.2 * 0.6
-    for h, u in ((0, 0), (0.25, 3.0), (2.5, 2.5), (4.9, 16.0), (5.1, 0.5), (9.0, 40.0)):
-        point = metrics_of(entropy=h, varentropy=u, attn_entropy=0.5, **seen)
-        both = min(h / h2, 2) + min(u / u2, 2)
-        own = proposal_at("adaptive", point, params, **row)
-        assert float(own.temperature) == pytest.approx(0.666 * (1 + 0.3 * both + attn), rel=1e-5)
-        assert (float(own.top_p), int(own.top_k), int(own.draws)) == (1.0, 0, 12)
-        assert float(own.min_p) == pytest.approx(max(0.086 * (1 - 0.5 * both), 0.01), rel=1e-5)
-        in_bits = proposal_at("adaptive", point, document, **row)
-        warming, narrowing = 1 + 0.3 * (h + u) + attn, 1 - 0.5 * (h + u)
-        assert float(in_bits.temperature) == pytest.approx(0.666 * warming, rel=1e-5)
-        assert float(in_bits.min_p) == pytest.approx(max(0.03 * narrowing, 0.01), rel=1e-5)
 
 
 def test_extreme_metrics_stay_within_the_types() -> None:

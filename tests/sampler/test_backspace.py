@@ -14,33 +14,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.engine.state import (
-    BRANCH_ENDED,
-    FINISHED_EOS,
-    FINISHED_ERROR,
-    FINISHED_LENGTH,
-    FORKS,
-    RUNNING,
-    StepRecord,
-)
+from entropix_jax.engine.state import BRANCH_ENDED, EOS, ERROR, FORKS, LENGTH, RUNNING, StepRecord
 from entropix_jax.model.params import Params
 from entropix_jax.names import REGIMES, SERVED
-from entropix_jax.sampler.context import Proposal
-from entropix_jax.sampler.keys import STREAM_CANDIDATE, STREAM_DRAW, row_key, uniforms
+from entropix_jax.sampler.draw import STREAM_CANDIDATE, STREAM_DRAW, row_key
 from entropix_jax.sampler.mechanisms import ACTIONS
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import MAX_DRAWS
-from entropix_jax.sampler.state import Tally
+from entropix_jax.sampler.state import Proposal, Tally
 from tests.support.chains import BOUNDS, CONFIG, TYPES, Chain, chain, regime_of
-from tests.support.draw_oracles import Kept
+from tests.support.draw_oracles import Kept, uniform_numbers
 from tests.support.reference import entropy_bits, log_softmax, varentropy_bits
 from tests.support.samplers import (
     BATCH,
     CAPACITY,
     EPSILON,
+    FEW,
     LITERAL,
     LITERAL_THRESHOLDS,
-    NAMES,
     Job,
     advance,
     attn_stats,
@@ -51,6 +42,7 @@ from tests.support.samplers import (
 )
 from tests.support.schedules import encode_numbers
 from tests.support.steps import choose_jit, rows_of
+from tests.support.transform_oracles import modified
 
 # What was done
 
@@ -82,18 +74,18 @@ def play(
     state = start(CONFIG, model, jobs, CAPACITY, eos_ids)
     taken: list[list[Taken]] = [[] for _ in jobs]
     forks: dict[int, StepRecord] = {}
-    while np.any(np.isin(state.finish, (RUNNING, FORKS, BRANCH_ENDED))):
-        for now, records in advance(model, state, 1, config=CONFIG):
-            state = now
+    while np.any(np.isin(state.status, (RUNNING, FORKS, BRANCH_ENDED))):
+        for following, records in advance(model, state, 1, config=CONFIG):
+            state = following
             tally, history, cached = jax.device_get(
                 (state.sampler.tally, state.history, state.cache.length)
             )
             leaves, tree = jax.tree.flatten(records)
-            for row in np.flatnonzero((records.live | records.joins)[0, :BATCH]).tolist():
+            for row in np.flatnonzero((records.live | records.joined.joins)[0, :BATCH]).tolist():
                 one = jax.tree.unflatten(tree, [x[0, row] for x in leaves])
                 if one.width:
                     forks[row] = one
-                elif one.branch < 0 or one.joins:
+                elif one.branch < 0 or one.joined.joins:
                     own = jax.tree.map(lambda x, row=row: x[row], tally)
                     tokens = history[row, : cached[row] + 1].tolist()
                     taken[row].append(Taken(forks.pop(row, one), one, own, tokens))
@@ -116,33 +108,6 @@ class Position:
     banned: list[int] = field(default_factory=list)
 
 
-def draw(logits: np.ndarray, proposal: Proposal, numbers: np.ndarray, mu: float) -> list[int]:
-    """One token for each number, from what the truncation leaves."""
-    if NAMES[proposal.rule] == "mirostat" and proposal.temperature > 0:
-        kept = Kept.of("mirostat", logits, float(proposal.temperature), mu)
-    else:
-        kept = Kept.of_nucleus(logits, jax.tree.map(np.atleast_1d, proposal))
-
-    def of(number: int) -> list[int]:
-        order = kept.by_id(number)
-        cumulated = np.cumsum(kept.mass[kept.rank[order]])
-        picks = np.searchsorted(cumulated, numbers * cumulated[-1], side="right")
-        drawn: list[int] = order[picks].tolist()
-        return drawn
-
-    assert of(kept.fewest) == of(kept.most), "too close to tell"
-    return of(kept.most)
-
-
-uniforms_jit = jax.jit(uniforms, static_argnames="number")
-
-
-def numbers_of(job: Job, position: int, attempt: int, stream: int, count: int) -> np.ndarray:
-    parts = (np.asarray([part], np.int32) for part in (position, attempt, stream))
-    key = row_key(job.seed, job.row_id)[None]
-    return np.asarray(uniforms_jit(key, *parts, number=MAX_DRAWS), np.float64)[0, :count]
-
-
 QUANTILES = np.array([0.3, 0.7, 0.4, 0.6])  # of LITERAL's thresholds in CALIBRATION
 about = partial(pytest.approx, rel=1e-5, abs=1e-5)
 
@@ -151,10 +116,10 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
     """Follows a row from its prompt, and checks each step against the rules in plain Python.
 
     How a first draw was proposed, and what a fork came to, is taken from the record. Returns how
-    often what happened, and how often a rule showed: without it the token would have been another.
+    often what happened.
     """
     epsilon = float(job.sampler.noise_epsilon)
-    thought = [int(token) for token in values["inject.thought"].split()]
+    thoughts = [encode_numbers(text) for text in values["inject.thought"]]
     most, per_position, per_row = (
         values[f"backspace.{name}"] for name in ("max_prob", "per_position", "per_row")
     )
@@ -167,7 +132,7 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
     trail: deque[Position] = deque(maxlen=values["backspace.reach"])
     again: Position | None = None
     has_arm = "backspace" in [values[f"arms.{served}"] for served in SERVED]
-    mu = mu_then = 2 * values["mirostat.target"]
+    mu = 2 * values["mirostat.target"]
     drift = np.zeros(4)
     cooldown = injections = branchings = retractions = forwards = branch_forwards = settled = 0
 
@@ -196,23 +161,23 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
 
     def seen(at: Position) -> np.ndarray:
         """What a draw is from: biased, penalised, banned, without noise."""
-        logits, penalty = model.logits(tokens[-1]).copy(), values["repetition.penalty"]
-        for token, bias in values["draw.bias"]:
-            logits[token] += bias
-        ids = sorted({*tokens})
-        logits[ids] = np.where(logits[ids] > 0, logits[ids] / penalty, logits[ids] * penalty)
-        logits[[*values["draw.bans"], *at.banned]] = -np.inf
-        audible = np.where(model.heard(tokens[-1], epsilon) > -np.inf, logits, -np.inf)
-        return audible if np.any(audible > -np.inf) else logits
+        last = tokens[-1]
+        return modified(model.logits(last), model.heard(last, epsilon), tokens, values, at.banned)
 
-    def drawn(at: Position, proposal: Proposal, attempt: int) -> int:
-        stream = STREAM_CANDIDATE if proposal.draws > 1 else STREAM_DRAW
-        numbers = numbers_of(job, len(tokens), attempt, stream, int(proposal.draws))
-        return max(draw(seen(at), proposal, numbers, at.mu), key=lambda token: logits[token])
+    def drawn(at: Position, proposal: Proposal) -> int:
+        count = int(proposal.num_candidates)
+        stream = STREAM_CANDIDATE if count > 1 else STREAM_DRAW
+        key = row_key(job.seed, job.row_id)
+        numbers = uniform_numbers(key, len(tokens), stream, MAX_DRAWS, len(at.banned))[:count]
+        if values["truncation.rule"] == "mirostat" and proposal.temperature > 0:
+            kept = Kept.of("mirostat", seen(at), float(proposal.temperature), at.mu)
+        else:
+            kept = Kept.of_nucleus(seen(at), jax.tree.map(np.atleast_1d, proposal))
+        return max(kept.drawn(numbers), key=lambda token: logits[token])
 
     def learned(at: Position, proposal: Proposal, token: int) -> float:
         """Mirostat's mu after a token."""
-        if NAMES[proposal.rule] != "mirostat":
+        if values["truncation.rule"] != "mirostat":
             return at.mu
         bits = 0.0
         if proposal.temperature > 0:
@@ -229,9 +194,10 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
         arm = values[f"arms.{regime}"]
         remaining = job.budget - len(entropies)
         reasons = [stays(at) for at in reversed(trail)]
+        thought = thoughts[injections % len(thoughts)] if thoughts else []
         may_inject = (
             0 < len(thought) <= remaining
-            and tokens[-len(thought) :] != thought
+            and not any(tokens[-len(one) :] == one for one in thoughts)
             and cooldown == 0
             and injections < values["inject.per_row"]
         )
@@ -263,7 +229,7 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
             assert len(tokens) >= settled
             happened["a cooldown as before"] += cooldown != again.cooldown
             happened["thresholds as before"] += bool(np.any(drift != again.drift))
-            mu_then, mu, cooldown, drift = mu, again.mu, again.cooldown, again.drift
+            mu, cooldown, drift = again.mu, again.cooldown, again.drift
             retractions += 1
             happened[f"attempt {len(again.banned)}"] += 1
             happened[f"after {again.action}"] += 1
@@ -273,8 +239,8 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
                 commit(token)
             queue, queued_for = [], "branch"
             if len(tokens) == length:
-                queue = [int(step.first.candidates[step.last.best])]
-            rolled_out = int(step.tally.own["branch"].forwards) - branch_forwards
+                queue = [int(step.first.candidates[step.last.joined.best])]
+            rolled_out = int(step.tally.states["branch"].forwards) - branch_forwards
             forwards, branch_forwards = forwards + rolled_out, branch_forwards + rolled_out
             branchings += 1
             trail.clear()
@@ -290,24 +256,13 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
             origin = queued_for
         else:
             at = again or Position(proposal, action, mu, cooldown, drift)
-            first, attempt = at.proposal, len(at.banned)
             if again:
                 for name in ("temperature", "top_k", "top_p", "min_p"):
                     base = np.float32(values[f"base.{name}"])
-                    wanted = base if at.action == "argmax" else getattr(first, name)
+                    wanted = base if at.action == "argmax" else getattr(at.proposal, name)
                     assert getattr(proposal, name) == wanted, name
-                assert (int(proposal.draws), proposal.rule) == (1, first.rule)
-            token = drawn(at, proposal, attempt)
-            if again:
-                for rule, otherwise in {
-                    "the attempt": (at, proposal, 0),
-                    "the ban": (replace(at, banned=at.banned[:-1]), proposal, attempt),
-                    "an earlier ban": (replace(at, banned=at.banned[-1:]), proposal, attempt),
-                    "mu": (replace(at, mu=mu_then), proposal, attempt),
-                    "the proposal": (at, first, attempt),
-                }.items():
-                    rule += " after an argmax" if at.action == "argmax" else ""
-                    happened[f"{rule} shows"] += token != drawn(*otherwise)
+                assert proposal.num_candidates == 1
+            token = drawn(at, proposal)
             mu = learned(at, proposal, token)
             at.probability = float(np.exp(log_softmax(logits)[token]))
             assert np.exp(choice.logprob) == about(at.probability)
@@ -326,17 +281,16 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
         tally = step.tally
         assert tally.queued == len(queue)
         assert tally.drift == about(drift)
-        assert tally.own["inject"].cooldown == cooldown
-        assert tally.own["inject"].begun == injections
-        assert tally.own["branch"].begun == branchings
-        assert tally.own["backspace"].backspaced == retractions
+        assert tally.states["inject"].cooldown == cooldown
+        assert tally.states["inject"].begun == injections
+        assert tally.states["branch"].begun == branchings
+        assert tally.states["backspace"].backspaced == retractions
         known = entropies or [0.0]
-        assert tally.entropy_mean == about(np.mean(known))
-        assert tally.entropy_squares == about(np.var(known) * len(known))
-        assert tally.own["mirostat"].learnt == about(mu - 2 * values["mirostat.target"])
+        assert tally.entropies == about([np.mean(known), np.var(known) * len(known)])
+        assert tally.states["mirostat"] == about(mu - 2 * values["mirostat.target"])
     assert len(entropies) == job.budget
-    finishes = [step.last.finish for step in steps]
-    assert finishes == [RUNNING] * (len(steps) - 1) + [FINISHED_LENGTH]
+    finishes = [step.last.status for step in steps]
+    assert finishes == [RUNNING] * (len(steps) - 1) + [LENGTH]
     return happened
 
 
@@ -353,14 +307,14 @@ PLAIN: Mapping[str, Any] = {
     "base.min_p": 0.0,
     "backspace.max_prob": 1.0,
     "backspace.per_position": 3,
-    "inject.thought": "",
+    "inject.thought": [],
 }
 # Sure tokens lead to where the row goes back: beyond them.
 SHARES = {"lelv": 8, "hehv": 12, "helv": 4, "lehv": 4, "mid": 4}
 KINDS = [kind for kind, number in SHARES.items() for _ in range(number)]
 MODEL = chain(KINDS, seed=1)
 # It ends where a drawn token would be taken back.
-THOUGHT = {"arms.helv": "inject", "inject.thought": f"3 40 {KINDS.index('hehv')}"}
+THOUGHT = {"arms.helv": "inject", "inject.thought": [f"3 40 {KINDS.index('hehv')}"]}
 EVERYWHERE = {f"arms.{regime}": "backspace" for regime in REGIMES} | {"backspace.per_position": 8}
 UNLIKE = {
     "draw.bans": [*range(0, 32, 2)],
@@ -392,6 +346,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **THOUGHT,
         **BRANCHES,
         "branch.depth": 1,
+        "inject.thought": [f"3 40 {KINDS.index('hehv')}", "5 6", "7"],
         "inject.cooldown": 9,
         **far(8, 0.5),
         **FOLLOWING,
@@ -435,8 +390,7 @@ def runs() -> dict[str, list[Taken]]:
     return dict(zip(CASES, play(MODEL.params, JOBS), strict=True))
 
 
-# At least so often in all rows together; `shows` is said of rules without which the token would
-# have been another.
+# At least so often in all rows together.
 EVERYTHING = {
     **{f"attempt {n}": least for n, least in enumerate((100, 50, 20, 10, 5, 5, 5, 5), start=1)},
     **{f"{n} back": least for n, least in enumerate((100, 10, 5, 5, 2, 2, 2, 2), start=1)},
@@ -448,13 +402,6 @@ EVERYTHING = {
     "first token": 5,
     "a cooldown as before": 10,
     "thresholds as before": 50,
-    "the attempt shows": 100,
-    "the ban shows": 100,
-    "an earlier ban shows": 50,
-    "the proposal shows": 20,  # one candidate instead of twelve
-    "the proposal after an argmax shows": 20,
-    "the ban after an argmax shows": 20,
-    "mu after an argmax shows": 3,
 }
 
 
@@ -484,7 +431,7 @@ def test_end_tokens(runs: dict[str, list[Taken]]) -> None:
     for end in (replaces, next(i for i in new if steps[i + 1].first.rewinds)):
         found = play(MODEL.params, JOBS[:1], (-1, steps[end].token))[0]
         assert told(found) == told(steps[: end + 1])
-        assert [step.last.finish for step in found] == [RUNNING] * end + [FINISHED_EOS]
+        assert [step.last.status for step in found] == [RUNNING] * end + [EOS]
 
 
 def test_the_last_token_of_a_budget_stays(runs: dict[str, list[Taken]]) -> None:
@@ -496,7 +443,7 @@ def test_the_last_token_of_a_budget_stays(runs: dict[str, list[Taken]]) -> None:
         length = len(job.prompt) + shorter.budget
         last = next(i for i, step in enumerate(whole) if len(step.tokens) == length)
         assert told(steps) == told(whole[: last + 1])
-        assert [step.last.finish for step in steps] == [RUNNING] * last + [FINISHED_LENGTH]
+        assert [step.last.status for step in steps] == [RUNNING] * last + [LENGTH]
         would_go_back += bool(whole[last + 1].first.rewinds)
     assert would_go_back >= 2
 
@@ -512,7 +459,7 @@ def test_a_token_that_breaks_the_model_stays(runs: dict[str, list[Taken]]) -> No
     steps, others = play(replace(MODEL.params, embedding=broken), jobs)[:2]
     assert told(steps[:-1]) == told(plain[: last + 1])
     for row in (steps, others):
-        assert row[-1].last.finish == FINISHED_ERROR
+        assert row[-1].last.status == ERROR
         assert row[-2].token == token
         assert row[-1].first.position == row[-2].first.position + 1
 
@@ -539,7 +486,7 @@ def test_some_token_is_left_to_draw() -> None:
         rows = replace(rows, generated=rows.length - 1, vocab_size=3)
         logits = [np.random.default_rng(text).normal(size=3) for text in texts]
         seen = jnp.asarray(np.stack(logits), jnp.float32)
-        choice, step, state = choose_jit(seen, attn_stats(3), settings, state, rows)
+        choice, step, state = choose_jit(seen, attn_stats(3), settings, state, rows, parts=FEW)
         for row, text in enumerate(texts):
             actions[row] += ACTIONS[choice.proposal.action[row]][0]
             if step.rewinds[row]:
@@ -548,7 +495,7 @@ def test_some_token_is_left_to_draw() -> None:
                 drawn[row].setdefault(len(text), []).append(int(choice.token[row]))
                 text.append(int(choice.token[row]))
     assert actions == ["abbbb" * 10, ("abb" * 17)[:50], "a" * 50]
-    assert state.tally.own["backspace"].backspaced.tolist() == [20, 17, 0]
+    assert state.tally.states["backspace"].backspaced.tolist() == [20, 17, 0]
     for banned, positions in zip(bans, drawn, strict=True):
         for tokens in [*positions.values()][:-1]:
             assert sorted([*tokens, *banned]) == [0, 1, 2]

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from entropix_jax.engine.state import FINISHED_LENGTH, RUNNING
+from entropix_jax.engine.state import LENGTH, RUNNING
 from entropix_jax.model.loading import load
 from entropix_jax.names import BOXES, REGIMES
 from entropix_jax.sampler.mechanisms import ACTIONS
-from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH, MAX_WIDTH
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.state import MAX_ATTEMPTS
 from tests.support.model_folders import token_ids
@@ -61,7 +60,7 @@ def run(jobs: Sequence[Job]) -> list[list[Line]]:
     for job, lines in zip(jobs, rows, strict=True):
         retractions = actions_of(lines).count("backspace")
         assert sum(len(line.tokens) for line in lines) == job.budget + retractions
-        assert [line.finish for line in lines] == [RUNNING] * (len(lines) - 1) + [FINISHED_LENGTH]
+        assert [line.status for line in lines] == [RUNNING] * (len(lines) - 1) + [LENGTH]
         last = lines[-1]
         assert last.position + len(last.tokens) == len(job.prompt) + job.budget
         # A step reads one position, where no token is yet one of the prompt's. A token that takes
@@ -102,40 +101,6 @@ def test_all_is_taken_back() -> None:
         for line in lines:
             tokens.setdefault(line.position, []).extend(line.tokens)
         assert all(len({*drawn}) == len(drawn) for drawn in tokens.values())
-
-
-def test_all_branches() -> None:
-    cases = [
-        *product((1, MAX_WIDTH), (1, 5), (True, False), (0, 3, HUGE), (HUGE,), (20,)),
-        *product((MAX_WIDTH,), (MAX_DEPTH,), (True,), (HUGE,), (HUGE,), (1, CAPACITY - 3)),
-        *product((3,), (2, 5), (True, False), (HUGE,), (0.5, 2.0), (40,)),
-        (MAX_WIDTH, MAX_DEPTH, False, HUGE, HUGE, 4),
-    ]
-    jobs = [
-        job_of(
-            "lehv",
-            budget,
-            branch__width=width,
-            branch__depth=depth,
-            branch__commit_all=whole,
-            branch__per_row=row,
-            branch__max_share=share,
-            branch__min_p=0.0,
-            branch__top_p=1.0,
-        )
-        for width, depth, whole, row, share, budget in cases
-    ]
-    for (width, depth, whole, row, share, budget), lines in zip(cases, run(jobs), strict=True):
-        left, branchings, rolled_out = budget, 0, 0
-        for line in lines:
-            branches = branchings < row and rolled_out <= share * (budget - left)
-            assert line.action == ("branch" if branches else "explore")
-            assert line.rolled_out == (width * min(depth, left) if branches else 0)
-            rolled_out += line.rolled_out
-            assert len(line.tokens) == (min(depth, left) if branches and whole else 1)
-            left -= len(line.tokens)
-            branchings += branches
-        assert left == 0
 
 
 @pytest.mark.parametrize("regime", REGIMES)

@@ -1,6 +1,7 @@
 """Defects of the public implementations, on the sampler's side: each test fails where one is."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -9,13 +10,14 @@ import numpy as np
 from scipy import stats
 
 from entropix_jax.engine.decode import decode
-from entropix_jax.engine.state import DecodeState, Recording
-from entropix_jax.names import REGIMES
-from entropix_jax.sampler.keys import STREAM_DRAW, row_key, uniforms
+from entropix_jax.engine.state import DecodeState, Program, Recording
+from entropix_jax.names import BOXES, REGIMES
+from entropix_jax.sampler.draw import STREAM_DRAW, row_key
 from entropix_jax.sampler.regimes import classify
-from tests.support.draw_oracles import nucleus_draw
+from tests.support.draw_oracles import nucleus_draw, uniform_numbers
 from tests.support.samplers import (
     LITERAL,
+    PARTS,
     Job,
     Line,
     generate,
@@ -26,17 +28,13 @@ from tests.support.samplers import (
     tiny_model,
     tokens_of,
 )
-from tests.support.steps import Play
 
 
 def frequencies(probabilities: list[float], number: int = 20_000, **rules: float) -> np.ndarray:
-    """How often each token is drawn, at as many positions of one row."""
-    positions = jnp.arange(number, dtype=jnp.int32)
-    zeros = jnp.zeros(number, jnp.int32)
-    keys = jnp.asarray(np.tile(row_key(0, "0"), (number, 1)))
-    numbers = uniforms(keys, positions, zeros, zeros + STREAM_DRAW, 1)
+    """How often each token is drawn, at one position of one row."""
+    numbers = uniform_numbers(row_key(0, "0"), 0, STREAM_DRAW, number).astype(np.float32)
     logits = jnp.log(jnp.asarray([probabilities] * number, jnp.float32))
-    drawn = nucleus_draw(logits, proposal_of(temperature=[1.0] * number, **rules), numbers)
+    drawn = nucleus_draw(logits, proposal_of(temperature=[1.0] * number, **rules), numbers[:, None])
     return np.bincount(drawn.ids[:, 0], minlength=len(probabilities)) / number
 
 
@@ -101,9 +99,12 @@ def test_defect_12_rows_that_steer_each_other() -> None:
 
 def test_defect_13_a_question_that_is_asked_once() -> None:
     """A thought comes again after its cooldown, also where the whole history holds its tokens."""
-    row = Play(inject__thought="?", inject__cooldown=2, inject__until_confident=False)
-    row.tokens = [*[ord("?")] * (len(row.tokens) - 1), ord(".")]
-    assert row.play("hhhhhhh") == "ississi"
+    values: dict[str, Any] = {f"regimes.{box}": ["entropy < -1"] for box in BOXES}
+    values |= {"arms.mid": "inject"}
+    values |= {"inject.thought": "?", "inject.cooldown": 2, "loop.max_period": 0}
+    job = Job([*b"???."], params_of(LITERAL, values), budget=7)
+    (lines,) = generate(tiny_model(), [job])
+    assert "".join(line.action[0] for line in lines) == "ississi"
 
 
 def test_defect_17_host_round_trips() -> None:
@@ -111,11 +112,12 @@ def test_defect_17_host_round_trips() -> None:
     config, params = tiny_model()
     job = Job([5, 6, 7], params_of(LITERAL))
     state = jax.eval_shape(lambda state: state, start(config, params, [job], 64))
-    recording = Recording(top=3, layers=True)
-    static = {"config": config, "window": 64, "max_steps": 32, "recording": recording}
+    wanted = Program(PARTS, 64, Recording(top=3, layers=True))
+    static = {"config": config, "max_steps": 32}
     for lanes in (False, True):
         run: Any = decode
-        program = str(run.trace(params, state, jnp.int32(0), **static, lanes=lanes).jaxpr)
+        given = replace(wanted, lanes=lanes)
+        program = str(run.trace(params, state, jnp.int32(0), **static, program=given).jaxpr)
         assert "while[" in program
         assert "cond[" in program  # its parts are printed, too
         assert "callback" not in program

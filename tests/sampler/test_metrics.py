@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from math import log2
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax import lax
 
-from entropix_jax.model.attention import attention_stats, join_layers
+from entropix_jax.model.attention import attention_stats
 from entropix_jax.sampler.metrics import apply_noise_floor, measure
-from entropix_jax.stats import entropy_and_varentropy, sum_last
+from entropix_jax.stats import entropy_and_varentropy, sum_last, top_of_pair
 from tests.support import reference
 from tests.support.draw_oracles import LLAMA3
 from tests.support.logit_strategies import VOCABULARIES, rows_of
@@ -34,22 +34,6 @@ def test_sums(length: int) -> None:
     np.testing.assert_array_equal(jax.vmap(sum_last)(jnp.asarray(x)), total)
     longer = np.concatenate([x, np.zeros((2, 3, 640), np.float32)], axis=-1)
     np.testing.assert_array_equal(jax.jit(sum_last)(jnp.asarray(longer)), total)
-
-
-@pytest.mark.parametrize(
-    ("probs", "h", "u"),
-    [
-        ((0.99, 0.01), 0.080793, 0.435089),
-        ((0.12,) * 8 + (0.03, 0.01), 3.154743, 0.239332),  # document 004's ten outcomes
-        ((0.5, 0.5, 0.0), 1.0, 0.0),
-    ],
-)
-def test_values_by_hand(probs: tuple[float, ...], h: float, u: float) -> None:
-    with np.errstate(divide="ignore"):
-        logits = jnp.log(jnp.asarray(probs))
-    assert tuple(map(float, measured(logits))) == pytest.approx((h, u), abs=1e-6)
-    # Only differences of logits count.
-    assert tuple(map(float, measured(logits + 40.0))) == pytest.approx((h, u), abs=1e-4)
 
 
 @st.composite
@@ -165,20 +149,35 @@ def test_interaction_of_large_scores() -> None:
         np.testing.assert_allclose(stats.interaction, expected, rtol=1e-5)
 
 
-def test_layers_may_be_measured_apart() -> None:
-    rng = np.random.default_rng(3)
-    scores = jnp.asarray(rng.normal(size=(2, 3, 4, 40)), jnp.float32)
-    valid = jnp.arange(40, dtype=jnp.int32)[None, :] < jnp.asarray([[7], [40]])
-    apart = join_layers([attention_stats(scores[:, i : i + 1], valid) for i in range(3)])
-    chex.assert_trees_all_close(apart, attention_stats(scores, valid), rtol=1e-6)
+# The largest numbers of a row, as `lax.top_k` finds them
+
+SPECIAL = (0.0, -0.0, 1.0, -1.0, 3e38, 1e-45, np.inf, -np.inf, np.nan, -np.nan)
+
+of_pair = jax.jit(top_of_pair, static_argnames="k")
+by_jax = jax.jit(lax.top_k, static_argnames="k")
 
 
-def test_heads_that_look_at_one_key_each_do_not_agree() -> None:
-    """Four heads, each on its own key: a_j is 1, the mean 1/4, so half the distance is 3/4."""
-    scores = jnp.asarray(100.0 * np.eye(4)[None, None], jnp.float32)
-    stats = attention_stats(scores, jnp.ones((1, 4), bool))
-    metrics = measure(jnp.zeros((1, 1), jnp.float32), stats, jnp.ones((1, 1), jnp.float32))
-    assert float(metrics.agreement[0]) == pytest.approx(0.25, abs=1e-6)
-    assert float(metrics.agreement_published[0]) == pytest.approx(1.5 / 4, abs=1e-6)
-    assert float(metrics.attn_entropy[0]) == pytest.approx(0.0, abs=1e-6)
-    assert float(metrics.interaction_strength[0]) == pytest.approx(25.0, abs=1e-4)
+@st.composite
+def rows(draw: st.DrawFn, size: int) -> np.ndarray:
+    """Two rows of few values or of many, with ties, and with what is no number."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    pool = draw(st.lists(st.sampled_from(SPECIAL) | st.floats(width=32), min_size=1, max_size=6))
+    made = rng.choice(np.array(pool, np.float32), size=(2, size))
+    noise = rng.normal(size=made.shape).astype(np.float32)
+    share = draw(st.sampled_from((0.0, 1e-3, 0.5, 1.0)))
+    return np.where(rng.random(made.shape) < share, noise, made)
+
+
+def check(values: np.ndarray, k: int) -> None:
+    for way, some in ((of_pair, values[0]), (of_pair, values[:1])):
+        expected, places = by_jax(some, k=k)
+        found, found_places = way(some, k=k)
+        assert np.array_equal(found_places, places)
+        assert np.array_equal(found.view(np.int32), np.asarray(expected).view(np.int32))
+
+
+@pytest.mark.parametrize("size", [1025, LLAMA3])
+@examples(30)
+@given(st.data())
+def test_ties_and_what_is_no_number_are_in_order(size: int, data: st.DataObject) -> None:
+    check(data.draw(rows(size)), data.draw(st.sampled_from((1, 20, 64, 1024))))

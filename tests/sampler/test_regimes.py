@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,12 +18,7 @@ from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.regimes import classify, count_rounds, update_drift
 from entropix_jax.sampler.sampler import Sampler
-from entropix_jax.sampler.settings import (
-    LOOP_WINDOW,
-    MAX_PERIOD,
-    LoopSettings,
-    SamplerSettings,
-)
+from entropix_jax.sampler.settings import LOOP_WINDOW, MAX_PERIOD, LoopSettings, SamplerSettings
 from tests.support.chains import BOUNDS, CONFIG, TYPES, chain
 from tests.support.properties import examples
 from tests.support.sampler_strategies import around, numbers, percent_of, samplers
@@ -33,13 +27,11 @@ from tests.support.samplers import (
     HOST,
     LITERAL,
     LITERAL_THRESHOLDS,
-    USED,
     Job,
     Line,
     batch_of,
     generate,
     metrics_at,
-    metrics_of,
     params_of,
     settings_of,
     tokens_of,
@@ -172,7 +164,7 @@ def test_thresholds_that_do_not_follow() -> None:
     for settings in (
         following(STREAMS, dynamic=False),
         following(STREAMS, rate=0.0),
-        batch_of(*[replace(fixed, used=USED)] * STREAMS),
+        batch_of(*[fixed] * STREAMS),
     ):
         assert not np.any(follow_each(values, settings))
     assert np.all(np.asarray(follow_each(values, following(STREAMS)))[1:])
@@ -183,31 +175,6 @@ def test_thresholds_stop_at_a_factor_of_148() -> None:
     values[:, :, 1] = 0
     drifts = np.asarray(follow_each(values, following(STREAMS)))
     np.testing.assert_allclose(drifts[-1, :2], [[5.0] * 4, [-5.0] * 4], atol=0.02)
-
-
-def test_a_regime_is_that_of_the_rows_own_thresholds() -> None:
-    """Of the pairs h2 is never below h1, nor u2 below u1; numbers in conditions stay."""
-    changes = {"regimes.hehv": ["entropy > h2", "varentropy > u2", "entropy < 9"]}
-    params = params_of(LITERAL, changes)
-    up, down, crossed = [1.0] * 4, [-1.0] * 4, [2.0, -2.0, 2.0, -2.0]
-    for h, u, drift, regime in (
-        (0.5, 1.0, [0.0] * 4, "mid"),
-        (0.5, 1.0, up, "lelv"),  # below 0.3 e and 1.2 e
-        (0.2, 0.5, down, "mid"),
-        (0.2, 1.0, down, "lehv"),
-        (3.0, 1.0, [0.0] * 4, "helv"),
-        (3.0, 1.0, up, "mid"),
-        (3.0, 5.0, [0.0] * 4, "hehv"),
-        (3.0, 5.0, up, "mid"),
-        (9.5, 9.0, down, "mid"),
-        (1.0, 5.0, crossed, "lelv"),  # h1 and h2 are 0.3 e^2, u1 and u2 1.2 e^2
-        (1.0, 9.0, crossed, "lehv"),
-        (2.5, 9.0, crossed, "hehv"),
-        (2.5, 5.0, crossed, "helv"),
-    ):
-        point = metrics_of(entropy=h, varentropy=u)
-        found = classify(point, params, 0.0, jnp.array(drift))
-        assert REGIMES[int(found)] == regime, (h, u, drift)
 
 
 # The loop guard
@@ -270,14 +237,6 @@ def test_the_loop_guard(
 ) -> None:
     expected = [rounds_by_hand(tokens[len(tokens) - n :], *limit) for tokens, n in rows]
     assert rounds_of(rows, limit, junk) == expected
-
-
-def test_the_longest_loop() -> None:
-    """The longest period, as often as the window holds it."""
-    repeats = LOOP_WINDOW // MAX_PERIOD
-    tokens = [*range(MAX_PERIOD)] * repeats
-    rows = [(tokens, len(tokens)), ([99, *tokens[1:]], len(tokens))]
-    assert rounds_of(rows, (MAX_PERIOD, repeats, 1.0)) == [1, 0]
 
 
 def test_rows_that_loop_leave_the_loop() -> None:

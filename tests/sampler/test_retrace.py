@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from entropix_jax.engine.decode import answer, decode, prefill
+from entropix_jax.engine.decode import decode
+from entropix_jax.engine.prefill import prefill
+from entropix_jax.engine.slots import answer
 from entropix_jax.names import QUANTITIES, REGIMES, SERVED
+from entropix_jax.sampler.keys import scalars
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.sampler import scalars
 from tests.support.samplers import (
     ARMS,
     LITERAL,
@@ -88,6 +90,7 @@ OTHER: dict[str, list[Any]] = {
     "metrics.layers": ["last", [0, 2.5]],
     "metrics.noise_floor": [True],
     "truncation.rule": [*RULES],
+    "branch.until": ["depth", "punctuation", "line"],
     "inject.thought": ["", "x" * 64, ["a", "bc", "def", "ghij"]],
     "inject.after": [".", [".", "?", "!", "\n"]],
     **{key: ["", "x" * 32] for key in TEXTS},
@@ -116,9 +119,9 @@ def test_nothing_is_compiled_for_an_answer() -> None:
     state = start(*MODEL, [BASE, replace(BASE, row_id="1")], 64)
     seen: set[int] = set()
     inject, branch = ARMS.index("inject"), ARMS.index("branch")
-    for row, number, action, cooldown in ((0, 0, inject, 1), (1, 5, branch, 8), (0, 64, inject, 0)):
+    for row, number, action in ((0, 0, inject), (1, 5, branch), (0, 64, inject)):
         tokens = jnp.arange(64, dtype=jnp.int32)
-        values = (jnp.int32(x) for x in (number, action, cooldown))
+        values = (jnp.int32(x) for x in (number, action))
         state = answer(state, jnp.int32(row), tokens, *values)
         seen.add(*programs(answer))
     assert len(seen) == 1

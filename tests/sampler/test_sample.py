@@ -1,20 +1,31 @@
-"""One call of `choose`, and rows that are played step by step: what acts, and thoughts."""
+"""Single steps of the sampler: what acts, and where thoughts are written."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from entropix_jax.names import REGIMES
-from entropix_jax.sampler.context import Context, Proposal, draw
+from entropix_jax.sampler.context import Context, draw
+from entropix_jax.sampler.control import Verdict, rewind, wait
+from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms import ACTIONS
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import SamplerSettings
-from entropix_jax.sampler.state import Rows, SamplerState, Step
-from entropix_jax.sampler.step import Choice
+from entropix_jax.sampler.settings import Parts, SamplerSettings
+from entropix_jax.sampler.state import (
+    MAX_ATTEMPTS,
+    MAX_REACH,
+    Choice,
+    Proposal,
+    RowView,
+    SamplerState,
+    Step,
+)
 from tests.support.samplers import (
     LITERAL,
     attn_stats,
@@ -22,15 +33,15 @@ from tests.support.samplers import (
     fresh_state,
     params_of,
     settings_of,
-    with_own,
+    with_state,
 )
-from tests.support.steps import BOUNDS, PROMPT, VOCAB, Play, choose_jit, logits_for, rows_of
+from tests.support.steps import BOUNDS, VOCAB, choose_jit, logits_for, rows_of
 
 TEXT = (1, 2, 3, 4)
 
 
 def choose(
-    logits: np.ndarray, params: SamplerSettings, rows: Rows, state: SamplerState | None = None
+    logits: np.ndarray, params: SamplerSettings, rows: RowView, state: SamplerState | None = None
 ) -> tuple[Choice, Step, SamplerState]:
     """One step of rows that share their settings."""
     batch = logits.shape[0]
@@ -41,18 +52,6 @@ def choose(
 
 def actions_of(choice: Choice) -> list[str]:
     return [ACTIONS[i] for i in choice.proposal.action]
-
-
-def test_a_regime_is_served_by_its_arm() -> None:
-    """The table of arms is a setting. In the first step there is nothing to go back to."""
-    logits = np.stack([logits_for(regime) for regime in REGIMES])
-    sampling = {f"arms.{regime}": "sample" for regime in REGIMES}
-    arms = ["argmax", "inject", "branch", "adaptive", "adaptive"]
-    for changes, expected in (({}, arms), (sampling, ["sample"] * len(REGIMES))):
-        params = params_of(LITERAL, {**BOUNDS, **changes})
-        choice, _, _ = choose(logits, params, rows_of(*[TEXT] * len(REGIMES)))
-        assert tuple(REGIMES[i] for i in choice.observation.regime) == REGIMES
-        assert actions_of(choice) == expected
 
 
 def test_a_row_that_loops_is_served_by_an_arm_of_its_own() -> None:
@@ -100,15 +99,44 @@ def test_an_arm_of_ones_own_is_held_to_what_its_row_may_do(action: str) -> None:
     spent = {**free, "inject.per_row": 0, "branch.per_row": 0, "backspace.per_row": 0}
     settings = batch_of(*(settings_of(sampler.with_values(c)) for c in (free, spent)))
     state = fresh_state(2)
-    state = replace(state, trail=replace(state.trail, drawn=jnp.asarray([1, 1])))
+    state = replace(state, trail=replace(state.trail, rewindable=jnp.asarray([1, 1])))
     rows = rows_of(TEXT, TEXT, generated=1)
-    choice, step, after = choose_jit(logits, attn_stats(2), settings, state, rows)
+    parts = sampler.parts(settings_of(sampler))
+    choice, step, after = choose_jit(logits, attn_stats(2), settings, state, rows, parts=parts)
     assert actions_of(choice) == [action, "sample"]
     assert step.forks.tolist() == [action == "branch", False]
     assert step.rewinds.tolist() == [action == "backspace", False]
-    assert after.tally.own["inject"].begun.tolist() == [action == "inject", 0]
+    assert after.tally.states["inject"].begun.tolist() == [action == "inject", 0]
     assert after.trail.again.tolist() == [action == "backspace", False]
-    assert after.trail.drawn.tolist() == [0, 2]
+    assert after.trail.rewindable.tolist() == [0, 2]
+
+
+def test_a_control_of_ones_own_is_held_to_what_its_row_may_do() -> None:
+    """It goes back within reach and while attempts are left, and waits for a host that is asked:
+    else the row commits, so that no control can make a run that never ends."""
+
+    def eager(ctx: Context, token: jax.Array) -> Verdict:
+        verdicts = rewind(jnp.int32(0)), rewind(jnp.int32(2)), wait()
+        verdict: Verdict = jax.tree.map(lambda *each: jnp.stack(each)[ctx.generated], *verdicts)
+        return verdict
+
+    mechanism = Mechanism("eager", control=eager, holds=lambda ctx: ctx.trail.rewindable)
+    sampler = load_sampler("greedy").with_mechanism(mechanism)
+    batch, attempts = 5, jnp.asarray([[MAX_ATTEMPTS], [MAX_ATTEMPTS - 1], [0], [0], [0]])
+    state, settings = fresh_state(batch), batch_of(*[settings_of(sampler)] * batch)
+    reach = jnp.asarray([0, MAX_REACH, 0, 0, 0])
+    trail = replace(state.trail, again=jnp.ones(batch, bool), rewindable=reach)
+    entries = replace(trail.entries, attempts=jnp.tile(attempts, MAX_REACH))
+    state = replace(state, trail=replace(trail, entries=entries))
+    rows = replace(rows_of(*[TEXT] * batch), generated=jnp.asarray([0, 0, 1, 2, 2]))
+    rows = replace(rows, asks=jnp.arange(batch) == 4)
+    logits = jnp.asarray(np.tile(logits_for("mid"), (batch, 1)))
+    parts = Parts(sampler.mechanisms, frozenset({"argmax", "eager"}))
+    _, step, after = choose_jit(logits, attn_stats(batch), settings, state, rows, parts=parts)
+    assert step.rewinds.tolist() == [False, True, False, False, False]
+    # The position eight back has given its place in the trail to the rejected token's.
+    assert after.trail.rewindable[1] == MAX_REACH - 1
+    assert step.waits.tolist() == [False] * 4 + [True]
 
 
 def test_sequence_varentropy_of_small_differences() -> None:
@@ -129,13 +157,6 @@ def test_sequence_varentropy_of_small_differences() -> None:
 # Thoughts
 
 
-def test_the_longest_thought() -> None:
-    thought = "".join(chr(33 + i) for i in range(64))
-    row = Play(budget=70, inject__thought=thought, inject__cooldown=1)
-    assert row.play("h" + "m" * 64) == "i" * 64 + "d"
-    assert row.generated[:64] == [*thought.encode()]
-
-
 def test_a_row_that_has_just_asked_does_not_ask_again() -> None:
     """Documents 000 and 001. Whoever wrote the question: the row's last tokens count, no others,
     and no other row's. What lies before its first token is none; junk lies past its last."""
@@ -151,95 +172,112 @@ def test_a_row_that_has_just_asked_does_not_ask_again() -> None:
         params = params_of(LITERAL, {**BOUNDS, "inject.thought": thoughts})
         logits = np.tile(logits_for("helv"), (len(rows), 1))
         _, step, _ = choose(logits, params, rows_of(*rows))
-        assert (step.tally.own["inject"].begun > 0).tolist() == [*rows.values()], thoughts
+        assert (step.tally_before.states["inject"].begun > 0).tolist() == [*rows.values()], thoughts
 
 
-def play_by_hand(
-    script: str,
-    tokens: Sequence[int],
-    thoughts: Sequence[bytes],
+# Thoughts at the ends of sentences
+
+# Every token is HELV, and nothing else acts.
+ALWAYS: dict[str, Any] = {
+    "regimes.lelv": ["entropy < -1"],
+    "regimes.helv": [],
+    "loop.max_period": 0,
+    "dry.multiplier": 0.0,
+    "inject.thought": " Wait",
+    "inject.earliest": 5,
+}
+END = ord("~")  # tokens are bytes
+
+
+def case(
+    text: str = "It is late.",
+    drawn: str = " ",
     *,
-    cooldown: int,
-    until_confident: bool,
-    budget: int,
-    per_row: int,
-) -> tuple[str, list[int | None]]:
-    """The oracle of section 4: actions, and the tokens that are forced. `tokens` are those of the
-    row, the prompt's first."""
-    actions, waiting, begun = "", 0, 0
-    forced: list[int | None] = []
-    queue: list[int] = []
-    for i, letter in enumerate(script):
-        before = bytes(tokens[: PROMPT + i])
-        thought = thoughts[begun % len(thoughts)] if thoughts else b""
-        if (
-            not queue
-            and letter == "h"
-            and waiting == 0
-            and begun < per_row
-            and 0 < len(thought) <= budget - i
-            and not any(map(before.endswith, thoughts))
-        ):
-            queue = [*thought]
-            begun += 1
-        if queue:
-            actions += "i"
-            forced.append(queue.pop(0))
-            if not queue:
-                waiting = cooldown
-            continue
-        actions += {"l": "a", "h": "s", "e": "e", "r": "r", "m": "d"}[letter]
-        forced.append(None)
-        waiting = max(waiting - 1, 0)
-        if until_confident and letter == "l":
-            waiting = 0
-    return actions, forced
+    generated: int = 9,
+    remaining: int = 5,
+    begun: int = 0,
+    cooldown: int = 0,
+    asks: bool = False,
+    eos: int = END,
+    **changes: Any,
+) -> dict[str, Any]:
+    """A row and the token that would be drawn."""
+    own = {key.replace("__", "."): value for key, value in changes.items()}
+    return {**locals(), "own": own}
 
 
-THOUGHTS = ["", "a", "abc", "abcdefg", ["ab", "c"], "\t", ["\t\t", "x"], ["q", "r", "stu", "\t"]]
+# What is written where, of `entropix`.
+CASES: list[tuple[dict[str, Any], bool]] = [
+    (case(), True),
+    (case(drawn="x"), False),
+    (case("It is late"), False),
+    (case("It is late\n", "x"), True),
+    (case("It is e.g."), False),
+    # An end token stays.
+    (case(drawn="~"), False),
+    # Not at once, not too often, and only as a whole.
+    (case(generated=4), False),
+    (case(generated=0, inject__earliest=0), True),
+    (case(begun=2), False),
+    (case(begun=7, inject__per_row=8), True),
+    (case(cooldown=1), False),
+    (case(remaining=4), False),
+    (case(inject__thought=""), False),
+    (case(inject__thought=["", " Hm"], remaining=3), True),
+    # Where the host asks for the text, what is configured need not fit.
+    (case(asks=True, remaining=1), True),
+    (case(asks=True, inject__thought=""), True),
+    (case(asks=True, generated=4), False),
+    (case(asks=True, cooldown=1), False),
+    (case(asks=True, begun=2), False),
+    # No token that is never drawn.
+    (case(draw__bans=[1, ord("i")]), False),
+    (case(draw__bias=[[ord("t"), -100]]), False),
+    (case(draw__bias=[[ord("t"), -99.5]]), True),
+    (case(draw__bans=[ord("i")], inject__thought=[" Hi", " Wo"], begun=1), True),
+    (case(draw__bans=[ord("i")], inject__thought=[" Hi", " Wo"]), False),
+    (case(draw__bans=[ord("i")], asks=True), True),
+    # Anywhere, as in the documents.
+    (case("It is", "x", inject__after=""), True),
+    # Other marks.
+    (case("It is late;", inject__after=";"), True),
+    (case(inject__after=";"), False),
+]
 
 
-@pytest.mark.parametrize("case", range(32))
-def test_random_rows_against_the_oracle(case: int) -> None:
-    rng = np.random.default_rng(case)
-    thought = THOUGHTS[case % len(THOUGHTS)]
-    settings: dict[str, Any] = {
-        "cooldown": int(rng.integers(0, 6)),
-        "until_confident": bool(rng.random() < 0.5),
-        "per_row": int(rng.choice([1, 3, 100])),
+def test_where_a_thought_is_written() -> None:
+    """In all other rows the drawn token is committed, at the temperature of the arm's draw."""
+    cases = [given for given, _ in CASES]
+    batch = len(cases)
+    settings = batch_of(*(params_of("entropix", {**ALWAYS, **each["own"]}) for each in cases))
+    rows = rows_of(*(each["text"].encode() for each in cases))
+    fields: dict[str, Any] = {
+        name: jnp.asarray([each[name] for each in cases])
+        for name in ("generated", "remaining", "asks")
     }
-    budget = int(rng.integers(20, 41))
-    script = "".join(rng.choice(list("hhhlmer"), size=budget))
-    changes = {f"inject.{key}": value for key, value in settings.items()}
-    row = Play(budget=budget, inject__thought=thought, **changes)
-    actions = row.play(script)
-    texts = [thought] if isinstance(thought, str) else thought
-    encoded = [text.encode() for text in texts if text]
-    expected, forced = play_by_hand(script, row.tokens, encoded, **settings, budget=budget)
-    assert actions == expected
-    for token, wanted in zip(row.generated, forced, strict=True):
-        assert wanted is None or token == wanted
-
-
-def test_where_the_text_is_asked_for_no_thought_need_be_configured() -> None:
-    """Nor fit: what will be written is not known yet. The rest holds as ever."""
-    logits = logits_for("helv")[None]
-
-    def waits(thought: str, *, asks: bool, history: Sequence[int] = (1, 2), **own: int) -> bool:
-        params = params_of(LITERAL, {**BOUNDS, "inject.thought": thought, "inject.per_row": 2})
-        counts = {name: jnp.asarray([value]) for name, value in own.items()}
-        state = with_own(fresh_state(1), "inject", **counts)
-        rows = rows_of(history, remaining=2, asks=asks)
-        _, step, after = choose(logits, params, rows, state)
-        begun = int(after.tally.own["inject"].begun[0]) - own.get("begun", 0)
-        forced = int(step.tally.queued[0])
-        assert bool(step.waits[0]) == (asks and begun == 1)
-        assert (forced > 0) == (not asks and begun == 1)
-        return begun == 1
-
-    assert [waits(thought, asks=True) for thought in ("", "ab", "abc")] == [True] * 3
-    assert [waits(thought, asks=False) for thought in ("", "ab", "abc")] == [False, True, False]
-    assert not waits("ab", asks=True, cooldown=1)
-    assert waits("ab", asks=True, begun=1)
-    assert not waits("ab", asks=True, begun=2)
-    assert not waits("ab", asks=True, history=[1, *b"ab"])
+    rows = replace(rows, eos_ids=jnp.asarray([[-1, each["eos"]] for each in cases]), **fields)
+    state = with_state(
+        fresh_state(batch),
+        "inject",
+        **{name: jnp.asarray([each[name] for each in cases]) for name in ("begun", "cooldown")},
+    )
+    drawn = np.array([ord(each["drawn"]) for each in cases])
+    logits = np.full((batch, VOCAB), -200.0, np.float32)
+    logits[np.arange(batch), drawn] = 0
+    choice, step, after = choose_jit(jnp.asarray(logits), attn_stats(batch), settings, state, rows)
+    for i, (given, writes) in enumerate(CASES):
+        action = ACTIONS[int(choice.proposal.action[i])]
+        assert action == ("inject" if writes else "sample"), given
+        waits, begun = bool(step.waits[i]), int(after.tally.states["inject"].begun[i])
+        assert (waits, begun) == (writes and given["asks"], given["begun"] + writes), given
+        assert float(choice.proposal.temperature[i]) == pytest.approx(0.666 * (1.3 + 0.2 * 0.25))
+        queue = int(step.tally_before.queued[i])
+        if not writes:
+            assert (int(choice.token[i]), queue) == (drawn[i], 0), given
+        elif not waits:
+            texts = given["own"].get("inject.thought", ALWAYS["inject.thought"])
+            texts = [text for text in ([texts] if isinstance(texts, str) else texts) if text]
+            thought = texts[given["begun"] % len(texts)].encode()
+            assert (int(choice.token[i]), queue) == (thought[0], len(thought)), given
+            place = int(rows.length[i])
+            assert step.rows.history[i, place : place + queue].tolist() == [*thought], given

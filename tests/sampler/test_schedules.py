@@ -4,20 +4,31 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.engine.state import FINISHED_EOS, DecodeState
+from entropix_jax.engine.state import EOS, DecodeState
 from entropix_jax.model.cache import init_cache
 from entropix_jax.names import QUANTITIES, REGIMES
 from entropix_jax.sampler.mechanisms import ACTIONS
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.settings import SamplerSettings
 from tests.support.models import fill_unused, logits_of, run
-from tests.support.samplers import BATCH, CAPACITY, Job, Line, generate
+from tests.support.samplers import (
+    BATCH,
+    CAPACITY,
+    LITERAL,
+    Job,
+    Line,
+    generate,
+    params_of,
+    tokens_of,
+)
 from tests.support.schedules import CONFIG, MODEL, PARAMS, random_job
 
 ROWS = 200
@@ -90,16 +101,13 @@ def regime_of(metrics: Metrics, sampler: SamplerSettings, drift: np.ndarray) -> 
     """The regime under a row's thresholds, in float64, and whether rounding may change it."""
     h1, h2, u1, u2 = np.asarray(sampler.thresholds.values, np.float64) * np.exp(drift)
     thresholds = np.array([h1, max(h1, h2), u1, max(u1, u2)])
-    point = np.array([[float(getattr(metrics, name)) for name in QUANTITIES[:-1]]])
-    low, high = (
-        np.where(named < 0, bounds, thresholds[named])[:, :-1]
-        for bounds, named in (
-            (sampler.low, sampler.low_thresholds),
-            (sampler.high, sampler.high_thresholds),
-        )
-    )
-    close = np.any(np.abs(np.concatenate([low - point, high - point])) < 1e-3)
-    inside = [*np.all((low < point) & (point < high), axis=1), True]
+    point = np.array([float(getattr(metrics, name)) for name in QUANTITIES[:-1]])
+    given = sampler.conditions
+    bound = np.where(given.threshold < 0, given.bound, thresholds[given.threshold])
+    gap = np.where(given.above, 1, -1) * (point[given.quantity] - bound)
+    gap = np.where(given.quantity < 0, np.inf, gap)
+    close = np.any(np.abs(gap) < 1e-3)
+    inside = [*np.all(gap > 0, axis=1), True]
     return REGIMES[inside.index(True)], bool(close)
 
 
@@ -135,11 +143,68 @@ def test_everything_happens_often() -> None:
             happened.update(f"{a.action}, {b.action}" for a, b in itertools.pairwise(lines))
             happened["long branch"] += sum(len(line.tokens) > 1 for line in lines)
             happened["wait for lanes"] += sum(line.waited > 0 for line in lines)
-            happened["end token"] += lines[-1].finish == FINISHED_EOS
+            happened["end token"] += lines[-1].status == EOS
             happened["end of the cache"] += lines[-1].position == CAPACITY - 1
-    sometimes = ["backspace, backspace", "backspace, branch", "branch, inject"]
-    rarely = ["wait for lanes", "end token", "end of the cache"]
+    pairs = ["backspace, backspace", "backspace, branch", "branch, inject"]
+    rarely = [*pairs, "wait for lanes", "end token", "end of the cache"]
     often = [*({*ACTIONS} - {"phrases"}), "long branch"]
-    for least, names in ((40, often), (10, sometimes), (5, rarely)):
+    for least, names in ((40, often), (5, rarely)):
         assert [name for name in names if happened[name] < least] == []
     assert happened["inject, backspace"] == happened["branch, backspace"] == 0
+
+
+# Rows of fixed samplers
+
+FORKED = {"branch.min_p": 0.0, "branch.depth": 3}
+# A thought wherever one may be.
+THINKING = {
+    "regimes.lelv": ["entropy < -1"],
+    "regimes.helv": ["entropy > 1.2"],
+    "inject.thought": "abc",
+    "inject.cooldown": 2,
+    "inject.until_confident": False,
+}
+
+
+def jobs_of(branches: int) -> list[Job]:
+    """Returns rows of different lengths that branch at most `branches` times."""
+
+    def sampler(preset: str, changes: dict[str, Any]) -> Any:
+        return params_of(preset, {**changes, "branch.per_row": branches})
+
+    # At a high temperature each step draws from the whole vocabulary.
+    hot = sampler("temperature", {"base.temperature": 3.0})
+    return [
+        Job([5, 6, 7], sampler(LITERAL, FORKED), budget=12, row_id="a"),
+        Job([9] * 6 + [200, 3], hot, budget=16, seed=7, row_id="b"),
+        Job([250], sampler("document-001", {}), budget=9, row_id="c"),
+        Job([1, 2, 3, 4, 5], sampler(LITERAL, THINKING), budget=14, row_id="d"),
+    ]
+
+
+def test_chunks_equal_one_long_run() -> None:
+    """Chunks of any length give the same bits."""
+    jobs = jobs_of(branches=2)
+    whole = generate(MODEL, jobs)
+    for chunks in ([1] * 32, (7, 0, 25)):
+        for lines, others in zip(whole, generate(MODEL, jobs, chunks=chunks), strict=True):
+            assert [line.exact for line in lines] == [line.exact for line in others]
+            for line, other in zip(lines, others, strict=True):
+                np.testing.assert_array_equal(line.numbers, other.numbers)
+    actions = [{line.action for line in lines} for lines in whole]
+    assert {"inject", "adaptive", "sample"} <= {*actions[1], *actions[2], *actions[3]}
+    assert actions[0] >= {"branch", "backspace", "explore", "adaptive"}
+
+
+def test_an_end_token_in_the_last_place() -> None:
+    """The status of a row is EOS if its last token is an end token, even where the budget ends too,
+    or within a thought."""
+    jobs = jobs_of(branches=0)
+    *before, last = tokens_of(generate(MODEL, jobs)[1])[:4]
+    assert last not in before
+    jobs[1] = replace(jobs[1], budget=4)
+    lines = generate(MODEL, jobs, eos_ids=(last, -1))[1]
+    assert (len(lines), lines[-1].status) == (4, EOS)
+    (lines,) = generate(MODEL, [jobs[3]], eos_ids=(ord("b"), -1))
+    assert [line.token for line in lines[-2:]] == [*b"ab"]
+    assert lines[-1].status == EOS

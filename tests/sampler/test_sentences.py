@@ -13,7 +13,6 @@ import pytest
 
 from entropix_jax.errors import UserError
 from entropix_jax.host.resources import resource_folder
-from entropix_jax.model.gguf import GgufFile
 from entropix_jax.model.loading import open_model, resolve_model
 from entropix_jax.sampler.sentences import SentenceFlags, begins_word, flag_tokens, sentence_ended
 from entropix_jax.text.tokenizer import Tokenizer, load_tokenizer
@@ -49,106 +48,52 @@ CASES: list[tuple[str, str, bool]] = [
     # Sentences
     ("It is late.", " Then", True),
     ("It is late?", " Then", True),
-    ("It is late!", " Then", True),
     ("It is late", " Then", False),
     ("It is late,", " Then", False),
-    ("It is late;", " then", False),
-    ("It is late:", " then", False),
-    ("It is late.", "\n\nThen", True),
-    ("It is late. And dark.", " Then", True),
     ("Really?!", " Then", True),
-    ("Really!!!", " Then", True),
     ("Wait...", " Then", False),
-    ("Wait..", " Then", False),
-    ("late.", " Then", True),
     ("Is it? It is", " late", False),
-    ("Is it? I", " do", False),
     # The next token goes on with the word
     ("It is late.", "Then", False),
-    ("See a.", "com", False),
     ("See example.", "com", False),
-    ("It is late.", ".", False),
     ("It is late.", '"', False),
     # Numbers
     ("It costs 3.", "14", False),
-    ("It costs 3.", " And", False),
-    ("It is version 2.0.", " And", False),
-    ("It is the 3rd.", " And", False),
-    ("In 1999 it ended.", " And", True),
-    ("It has 30 %.", " And", False),
     # Abbreviations and single letters
     ("Fruits, e.g.", " apples", False),
-    ("That is, i.e.", " apples", False),
     ("The U.S.", " army", False),
     ("I saw Dr.", " Smith", False),
-    ("I saw Mr.", " Smith", False),
-    ("It is No.", " 5", False),
     ("Apples, pears, etc.", " are", False),
-    ("It was John F.", " Kennedy", False),
     ("It was I.", " Then", False),
-    ("This is a.", " Then", False),
     # Lists
     ("Names:\n\n1.", " Tom", False),
-    ("Step 2.", " Then", False),
-    ("Step a.", " Then", False),
     ("1. Tom\n", "2", True),
-    ("- Tom\n", "-", True),
-    ("* Tom and Anna\n", "*", True),
     # Line breaks
     ("The title\n", "The", True),
-    ("The title\n\n", "The", True),
-    ("The title\n\n", " The", True),
     ("The end. \n\n", "New", True),
-    ("The total is 35\n", "The", False),
-    ("Hello,\n", "I", False),
-    ("They are:\n", "Tom", False),
     ("\n\n", "The", False),
     ("The title\n  ", " of", True),
     # Quotes, brackets and emphasis
     ('He said "Yes."', " Then", True),
-    ('He said "Yes".', " Then", True),
     ("He said “Yes.”", " Then", True),
     ("He said ‘late’.", " Then", True),
-    ("He said 'late'.", " Then", True),
-    ("It is there (see below).", " Then", True),
     ("It is there (see below.)", " Then", True),
     ("It is **bold**.", " Then", True),
-    ("It is *bold.*", " Then", True),
-    ("It is _bold_.", " Then", True),
-    ("It is `code`.", " Then", True),
-    ('"Yes."', " Then", True),
-    ('"', " Then", False),
     # Words with apostrophes and hyphens
     ("I don't.", " Then", True),
     ("I don’t.", " Then", True),
-    ("It is Tom's.", " Then", True),
-    ("It is the dogs'.", " Then", True),
     ("It is well-known.", " Then", True),
     ("Late - later.", " Then", True),
-    ("Yes -", " Then", False),
     # Code, addresses and files
     ("Use os.", "path", False),
-    ("Use os.path.", " Then", False),
-    ("x = foo.", " Then", True),
     ("```\nfoo.", " Then", False),
-    ("```\nfoo.\nbar.\n", "baz", False),
     ("```\nfoo.\n```\nIt ends.", " Then", True),
-    ("```\nfoo.\n``` It ends.", " Then", True),
     ("See http://a.com.", " Then", False),
-    ("Open file.txt.", " Then", False),
-    ("It is file_name.", " Then", True),
-    ("It is a_b.", " Then", False),
     # Other languages
     ("C'est l'été.", " Puis", True),
     ("Die Straße.", " Dann", True),
-    ("How naïve.", " Then", True),
     ("Oui !", " Puis", True),
     ("東京。", "大", False),
-    # Little text
-    ("Yes.", " Then", True),
-    (".", " Then", False),
-    ("\n", "The", False),
-    (" a", " b", False),
 ]
 
 
@@ -160,7 +105,6 @@ def tokenizer_of(name: str) -> Tokenizer:
         file = open_model(resolve_model(name))
     except UserError as error:
         pytest.skip(str(error))
-    assert isinstance(file, GgufFile)
     return file.tokenizer()
 
 
@@ -208,12 +152,7 @@ MISSED = {
     "tiny": ["He said “Yes.”", "He said ‘late’.", "I don’t.", "C'est l'été.", "Die Straße."],
     "smollm2": ["Oui !"],
 }
-MISSED["tiny"] += ["How naïve."]
-TAKEN = {
-    "tiny": ["I saw Dr.", "I saw Mr.", "Apples, pears, etc.", "It is No.", "```\nfoo."],
-    "smollm2": [],
-}
-TAKEN["tiny"] += ["```\nfoo.\nbar.\n"]
+TAKEN = {"tiny": ["I saw Dr.", "Apples, pears, etc.", "```\nfoo."], "smollm2": []}
 
 
 @pytest.mark.parametrize("name", ["tiny", "smollm2"])
@@ -262,48 +201,3 @@ def test_at_every_token_of_a_text(name: str) -> None:
         assert all(found) == expected, (before[-20:], following)
         places += [before] if expected else []
     assert len(places) == (17 if name == "smollm2" else 15)
-
-
-def test_other_marks() -> None:
-    """Those that are given end sentences, and no others; without any a sentence ends anywhere."""
-    tokenizer = tokenizer_of("tiny")
-    cases = [("It is late" + mark, " Then") for mark in (".", "?", "!", ";", "\n", "?!", "")]
-    for marks, expected in (
-        (".", [1, 0, 0, 0, 0, 0, 0]),
-        ("?", [0, 1, 0, 0, 0, 0, 0]),
-        (".\n", [1, 0, 0, 0, 1, 0, 0]),
-        (";!", [0, 0, 1, 1, 0, 0, 0]),
-        ("!?", [0, 1, 1, 0, 0, 1, 0]),
-        ("\n", [0, 0, 0, 0, 1, 0, 0]),
-    ):
-        ended, _ = read(tokenizer, cases, [*marks])
-        assert ended == [bool(one) for one in expected], marks
-    none = SentenceFlags(jnp.asarray(False), jnp.zeros(tokenizer.vocab_size, jnp.uint8))
-    histories = np.zeros((2, SLOTS), np.int32)
-    lengths, following = np.array([0, 5], np.int32), np.array([3, 4], np.int32)
-    assert all(map(np.all, both(none, histories, lengths, following)))
-
-
-def test_short_histories() -> None:
-    """Before the first token stands nothing, and a word of more tokens than are read is none."""
-    tokenizer = tokenizer_of("tiny")
-    ids = {text: tokenizer.encode_within(text) for text in ("an", ".", "\n", " and")}
-    assert {len(own) for own in ids.values()} == {1}
-    an, stop, line, spaced = (own[0] for own in ids.values())
-    for history, expected in (
-        ([], False),
-        ([stop], False),
-        ([an], False),
-        ([an, stop], True),
-        ([an, line], True),
-        ([line, an, stop], True),
-        ([stop, an, stop], False),
-        ([stop, spaced, stop], True),
-        ([spaced, *[an] * 10, stop], True),
-        ([spaced, *[an] * 11, stop], False),
-    ):
-        slots = np.full((1, SLOTS), spaced, np.int32)
-        slots[0, : len(history)] = history
-        length, following = np.array([len(history)], np.int32), np.array([spaced], np.int32)
-        ended, _ = both(flags_of(tokenizer), slots, length, following)
-        assert ended.tolist() == [expected], history

@@ -1,17 +1,40 @@
-"""When thinking ends: every token against an oracle that knows the next one from the last."""
+"""When thinking and rows end: every token against an oracle that knows the next one from the last,
+confidence against float64."""
+
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import entropix_jax
-from entropix_jax.engine.state import FINISHED_EOS, FINISHED_LENGTH
+from entropix_jax.engine.state import ENDED_BY, EOS, LENGTH
 from entropix_jax.model.loading import LanguageModel
+from entropix_jax.sampler.metrics import measure_confidence
 from entropix_jax.sampler.presets import load_sampler
-from tests.support.chains import BOUNDS, CONFIG, TYPES, Chain, chain
+from entropix_jax.sampler.settings import MAX_LIKELIEST
+from tests.support.chains import CONFIG, TYPES, Chain, chain
+from tests.support.logit_strategies import VOCABULARIES, rows_of
+from tests.support.properties import examples
 from tests.support.reference import entropy_bits
-from tests.support.samplers import BATCH, LITERAL, Job, generate, params_of
+from tests.support.samplers import (
+    BATCH,
+    LITERAL,
+    NAMES,
+    PLAIN,
+    Job,
+    Line,
+    generate,
+    params_of,
+    tiny_model,
+)
 
 BUDGET = 24
 # Texts are bytes, of which "b" is an end token.
@@ -106,7 +129,7 @@ def test_any_row() -> None:
             assert [line.token for line in lines] == tokens
             names = {"a": "argmax", "t": "think_end", "e": "budget_forcing", "w": "budget_forcing"}
             assert [line.action for line in lines] == [names[why] for why in told]
-            assert lines[-1].finish == (FINISHED_EOS if stopped else FINISHED_LENGTH)
+            assert lines[-1].status == (EOS if stopped else LENGTH)
             ended += stopped
             allowed = {
                 **v,
@@ -121,26 +144,6 @@ def test_any_row() -> None:
     assert banned >= 5
 
 
-def test_beside_branches_and_retractions() -> None:
-    """They act in the rows of the default sampler, too, and no more often than they may."""
-    model = chain(np.resize(["lelv", "lehv", "lelv", "hehv", "mid"], TYPES).tolist())
-    changes = {
-        "budget_forcing.wait": "ca",
-        "budget_forcing.min_tokens": BUDGET,
-        "budget_forcing.times": 2,
-        "think_end.text": "xyz",
-        "think_end.patience": 1,
-    }
-    sampler = params_of(LITERAL, {**BOUNDS, "loop.max_period": 0, **changes})
-    jobs = [Job([i], sampler, budget=BUDGET, row_id=str(i)) for i in range(BATCH)]
-    found = generate((CONFIG, model.params), jobs, eos_ids=ends_of(model))
-    actions = [line.action for lines in found for line in lines]
-    assert {"branch", "backspace", "think_end"} <= {*actions}
-    for lines in found:
-        assert sum(line.action == "think_end" for line in lines) <= len("xyz")
-        assert sum(line.action == "budget_forcing" for line in lines) <= 2 * len("ca")
-
-
 def test_as_a_user_sees_it(tiny: LanguageModel) -> None:
     """End tokens are those of the request."""
     words = {"budget_forcing.wait": " and", "budget_forcing.min_tokens": 12}
@@ -151,3 +154,103 @@ def test_as_a_user_sees_it(tiny: LanguageModel) -> None:
     assert plain.finish_reason == "eos"
     assert row.text.startswith(plain.text + " and")
     assert row.to_json()["actions"]["budget_forcing"] >= 1
+
+
+# Confidence
+
+MODEL = tiny_model()
+LOW = ENDED_BY + NAMES.index("confidence")
+measured = jax.jit(
+    lambda logits, number: measure_confidence(jax.nn.log_softmax(logits, axis=-1), number)
+)
+
+
+@st.composite
+def distributions(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    """Logits [B, V] of one of the vocabularies, and how many of the likeliest count, [B]."""
+    vocab = draw(st.sampled_from(sorted(VOCABULARIES)))
+    rows = VOCABULARIES[vocab]
+    number = st.integers(2, MAX_LIKELIEST)
+    return (
+        np.stack([draw(rows_of(vocab)) for _ in range(rows)]),
+        np.array(draw(st.lists(number, min_size=rows, max_size=rows)), np.int32),
+    )
+
+
+@examples(40)
+@given(distributions())
+def test_measures(drawn: tuple[np.ndarray, np.ndarray]) -> None:
+    """Also where logits are impossible, or as far apart as float32 goes: the measures are finite,
+    as large as that. Both are lowest where all tokens are equally likely."""
+    logits, numbers = drawn
+    found = jax.device_get(measured(jnp.asarray(logits), jnp.asarray(numbers)))
+    for row, number, confidence, certainty in zip(logits, numbers, *found, strict=True):
+        z = row.astype(np.float64) - row.max().astype(np.float64)
+        log_probs = np.maximum(z - np.log(np.exp(z).sum()), -1e30)
+        top = np.sort(log_probs)[::-1][:number]
+        np.testing.assert_allclose(confidence, -top.mean(), rtol=1e-5, atol=2e-5)
+        wanted = -(log_probs + np.log(row.size)).mean()
+        np.testing.assert_allclose(certainty, wanted, rtol=2e-5, atol=5e-5)
+        assert np.isfinite([confidence, certainty]).all()
+        assert confidence >= np.log(len(top)) - 1e-5
+        assert certainty >= -5e-5
+
+
+# The end of a row
+
+
+def job(number: int, preset: str = "temperature", window: int = 4, threshold: float = 0.0) -> Job:
+    end = {"confidence.window": window, "confidence.threshold": threshold}
+    changes = {**(PLAIN if preset == "temperature" else {"branch.max_share": 0.5}), **end}
+    return Job([5, 6, number], params_of(preset, changes), budget=BUDGET, row_id=str(number))
+
+
+def groups(lines: list[Line], window: int) -> list[float]:
+    """After each line, the mean confidence of the last `window` tokens; infinite before that. What
+    was retracted has been replaced."""
+    confidence: dict[int, float] = {}
+    found, start = [], lines[0].position
+    for line in lines:
+        for position, record in enumerate(line.records, line.position):
+            confidence[position] = float(record.choice.observation.token_confidence)
+        end = line.position + len(line.records)
+        last = [confidence[position] for position in range(max(end - window, start), end)]
+        found.append(float(np.mean(last)) if len(last) == window else np.inf)
+    return found
+
+
+@pytest.mark.parametrize("preset", ["temperature", LITERAL, "document-004"])
+@pytest.mark.parametrize("window", [1, 4, 9])
+def test_a_row_ends_with_the_first_low_group(preset: str, window: int) -> None:
+    """At exactly that token, each row of a batch at its own, and as alone; what it wrote before is
+    what it writes without an end. A branch that is committed ends nothing, and neither does a
+    forced token."""
+    jobs = [job(number, preset, window) for number in range(6)]
+    whole = generate(MODEL, jobs)
+    lows = [groups(lines, window) for lines in whole]
+    # Bounds halfway between two groups, so that rounding decides nothing.
+    steps = np.unique(np.concatenate(lows))
+    bounds = (steps[:-1] + np.diff(steps) / 2)[np.isfinite(steps[1:])]
+    threshold = float(bounds[len(bounds) // 3])
+    asked = [job(number, preset, window, threshold if number else 0.0) for number in range(6)]
+    ended = generate(MODEL, asked)
+    ends = 0
+    for number, (full, low, found) in enumerate(zip(whole, lows, ended, strict=True)):
+        drawn = [not line.branches and line.action != "inject" for line in full]
+        low_lines = (i for i, at in enumerate(low) if at < threshold and drawn[i])
+        stop = next(low_lines, len(full) - 1) if number else len(full) - 1
+        assert [line.tokens for line in found] == [line.tokens for line in full[: stop + 1]]
+        last = LOW if stop < len(full) - 1 else LENGTH
+        assert found[-1].status == last
+        ends += last == LOW
+    assert ends > 0
+    alone = generate(MODEL, [asked[3]])[0]
+    assert [line.tokens for line in alone] == [line.tokens for line in ended[3]]
+    assert alone[-1].status == ended[3][-1].status
+
+
+def test_the_last_token_of_the_budget_ends_a_row_for_that_reason() -> None:
+    always = generate(MODEL, [replace(job(0, window=5, threshold=1e6), budget=5), job(1)])
+    assert [lines[-1].status for lines in always] == [LENGTH] * 2
+    cut = generate(MODEL, [job(0, window=5, threshold=1e6)])[0]
+    assert (len(cut), cut[-1].status) == (5, LOW)

@@ -1,9 +1,9 @@
-"""Transforms of the logits against float64 oracles, alone, over a run and in mixed batches."""
+"""Transforms of the logits against float64 oracles, alone, over a run and in mixed batches;
+biases beside them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -12,22 +12,26 @@ import numpy as np
 import pytest
 
 from entropix_jax.engine.decode import decode
+from entropix_jax.names import REGIMES
 from entropix_jax.sampler.context import Context
+from entropix_jax.sampler.draw import row_key
 from entropix_jax.sampler.filters import penalise, truncate
-from entropix_jax.sampler.history import MAX_MATCH
-from entropix_jax.sampler.keys import row_key
 from entropix_jax.sampler.mechanisms import MECHANISMS
-from entropix_jax.sampler.mechanisms.adaptive_p import learn
+from entropix_jax.sampler.mechanisms.repetition import MAX_MATCH
+from entropix_jax.sampler.mechanisms.reweigh import count_excess
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import SamplerSettings
+from entropix_jax.sampler.settings import MAX_BIASES, Parts, SamplerSettings
 from entropix_jax.sampler.state import DrawnToken
 from tests.support import transform_oracles as oracles
 from tests.support.draw_oracles import random_logits
 from tests.support.samplers import (
+    ARMS,
     LITERAL,
     PLAIN,
+    RULES,
     Job,
     Line,
+    attn_stats,
     batch_of,
     context,
     fresh_state,
@@ -37,8 +41,9 @@ from tests.support.samplers import (
     tiny_model,
     tokens_of,
     used_of,
-    with_own,
+    with_state,
 )
+from tests.support.steps import choose_jit, logits_for, rows_of
 
 ROWS, VOCAB, CAPACITY = 2000, 24, 100
 MODEL = tiny_model()
@@ -58,20 +63,27 @@ def texts(rng: np.random.Generator, rows: int) -> list[list[int]]:
     return made
 
 
-def views_of(histories: Iterable[list[int]], **fields: Any) -> Context:
-    """Rows with these tokens, and after them what is none of theirs."""
+TRANSFORMS = Parts(MECHANISMS, frozenset(m.name for m in MECHANISMS if m.logits or m.reweigh))
+
+
+def views_of(histories: Iterable[list[int]], attempt: int = 0, **fields: Any) -> Context:
+    """Rows with these tokens and after them junk, of which so many were retracted there."""
     histories = list(histories)
     padded = np.full((len(histories), CAPACITY), 1, np.int32)
     for row, tokens in zip(padded, histories, strict=True):
         row[: len(tokens)] = tokens
     one = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(histories), *jnp.shape(x))), context())
+    one = replace(one, parts=TRANSFORMS)
     lengths = jnp.asarray([*map(len, histories)], jnp.int32)
     rows: Context = replace(one, history=jnp.asarray(padded), length=lengths, generated=lengths)
-    return replace(rows, **fields)
+    trail = replace(rows.trail, again=jnp.ones(len(histories), bool))
+    entries = replace(trail.entries, attempts=jnp.full_like(trail.entries.attempts, attempt))
+    trail = replace(trail, entries=entries)
+    return replace(rows, trail=trail, **fields)
 
 
 def settings_of(name: str, rows: int, **fields: Any) -> SamplerSettings:
-    """Rows that have these values in a mechanism's section, and use it alone."""
+    """Rows that have these values in a mechanism's section."""
     base = params_of("min-p")
     settings = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *jnp.shape(x))), base)
     own = settings.own[name]
@@ -81,7 +93,7 @@ def settings_of(name: str, rows: int, **fields: Any) -> SamplerSettings:
         for old in [getattr(own, key)]
     }
     changed = replace(own, **given)
-    return replace(settings, own={**settings.own, name: changed}, used=frozenset({name}))
+    return replace(settings, own={**settings.own, name: changed})
 
 
 @jax.jit
@@ -180,9 +192,9 @@ def test_xtc(probability: float) -> None:
     shows = np.any(want != logits, axis=1)
     actions = []
     for attempt, branch in ((0, -1), (1, -1), (0, 0), (0, 7)):
-        places = {"attempt": attempt, "branch": branch}
-        fields = {name: jnp.full(ROWS, value, jnp.int32) for name, value in places.items()}
-        got = transformed(jnp.asarray(logits), settings, views_of([[1]] * ROWS, key=keys, **fields))
+        branches = jnp.full(ROWS, branch, jnp.int32)
+        views = views_of([[1]] * ROWS, attempt, key=keys, branch=branches)
+        got = transformed(jnp.asarray(logits), settings, views)
         acts = np.any((np.asarray(got) > -np.inf) != (logits > -np.inf), axis=1)
         got = got + np.max(logits, axis=1, keepdims=True)  # the draw begins at the likeliest
         check(got, [*np.where(acts[:, None], want, logits)], float(np.mean(shows)))
@@ -206,11 +218,13 @@ def test_a_run_of_adaptive_p(target: float, decay: float) -> None:
     rng, steps = np.random.default_rng(5), 300
     settings = settings_of("adaptive_p", 1, target=target, decay=decay)
     oracle, state, seen = oracles.AdaptiveP(target, decay), fresh_state(1), []
-    after = jax.jit(lambda row, drawn: jax.vmap(learn)(drawn, replace(row, settings=settings)))
+    after = jax.jit(
+        lambda row, drawn: jax.vmap(count_excess)(drawn, replace(row, settings=settings))
+    )
     rows = np.full((steps, VOCAB), -np.inf, np.float32)
     rows[:, :5] = np.log(rng.dirichlet([0.5] * 5, steps)).clip(-40)
     for logits in rows:
-        row = views_of([[1]], own=state.tally.own)
+        row = views_of([[1]], tally=state.tally)
         got = np.asarray(transformed(jnp.asarray(logits)[None], settings, row))[0]
         np.testing.assert_allclose(got, oracle.logits(logits), rtol=1e-4, atol=1e-3)
         p = np.exp(got - got.max())
@@ -220,8 +234,8 @@ def test_a_run_of_adaptive_p(target: float, decay: float) -> None:
             token=jnp.asarray([token], jnp.int32),
             given={"adaptive_p": jnp.asarray(logits)[None]},
         )
-        excess = after(row, drawn).excess
-        state = with_own(state, "adaptive_p", excess=excess)
+        excess = after(row, drawn)
+        state = with_state(state, "adaptive_p", excess)
         seen.append(float(np.exp(logits[token]) / np.sum(np.exp(logits))))
         oracle.drew(seen[-1])
         mean = oracle.sum / oracle.weight
@@ -236,9 +250,8 @@ def test_a_transform_neither_brings_back_a_token_nor_leaves_none() -> None:
             own: Any = replace(MECHANISMS[-2], name="own", active=None, settings=None, init=None)
             own = replace(own, logits=None, reweigh=None, learn=None)
             own = replace(own, **{kind: lambda *_, changed=changed: changed})
-            settings = replace(settings_of("dry", 1), mechanisms=(*MECHANISMS, own))
-            settings = replace(settings, used=frozenset({"own"}))
-            got = transformed(logits, settings, views_of([[1]]))
+            parts = Parts((*MECHANISMS, own), frozenset({"own"}))
+            got = transformed(logits, settings_of("dry", 1), views_of([[1]], parts=parts))
             stays = bool(jnp.all(changed == -jnp.inf))
             want = logits if stays else jnp.asarray([[-jnp.inf, 7.0, 7.0, 7.0]])
             check(got, want, changes=1.0)
@@ -261,7 +274,6 @@ def test_the_coldest_temperature_beside_a_transform() -> None:
 
 
 def test_only_what_is_used_is_compiled() -> None:
-    arms = {"inject"}  # which arm serves a regime is traced: it is part of every step
     for preset, used in (
         ("min-p", set()),
         (LITERAL, set()),
@@ -271,14 +283,15 @@ def test_only_what_is_used_is_compiled() -> None:
         ("adaptive-p", {"adaptive_p"}),
     ):
         own = used_of(load_sampler(preset))
-        assert own == used | arms
-        rows = replace(batch_of(params_of(preset)), used=own)
-        jaxpr = str(jax.make_jaxpr(transformed)(jnp.zeros((1, VOCAB)), rows, views_of([[1]])))
+        assert own - {*ARMS} == used
+        rows = views_of([[1]], parts=Parts(MECHANISMS, own))
+        settings = batch_of(params_of(preset))
+        jaxpr = str(jax.make_jaxpr(transformed)(jnp.zeros((1, VOCAB)), settings, rows))
         # A choice by platform is settled by lowering, and no branch of the program.
         # Beside them: noise floor, temperature 0, top-k and top-p, temperature last.
         assert jaxpr.count(" cond[") - jaxpr.count("platform_index") == len(used) + 4
     phrases = load_sampler("min-p").with_values({"phrases.banned": ["ab", ""]})
-    assert used_of(phrases) == {"phrases"} | arms
+    assert used_of(phrases) == {"phrases", "sample", "resample"}
 
 
 # In a batch
@@ -397,25 +410,83 @@ def test_a_phrase_stays_where_it_may() -> None:
     assert holds_phrase(tokens_of(lines), [97, 98, 99, 100])
 
 
-# Beside another implementation
+# Biases
+
+TEXT = (1, 2, 3, 4)
+Pairs = Sequence[Sequence[float]]
 
 
-def beside(
-    processor: Callable[[Any, Any], Any], torch: ModuleType, logits: np.ndarray, tokens: list[int]
-) -> np.ndarray:
-    scores = processor(torch.tensor([tokens]), torch.tensor(logits)[None])
-    return np.asarray(scores[0])
+def modified(logits: Any, floored: Any, **values: Any) -> list[float]:
+    """What one row is drawn from, which has written token 0."""
+    values = {"metrics.noise_floor": True, **{k.replace("__", "."): v for k, v in values.items()}}
+    z, log_probs = (jnp.asarray(x, jnp.float32) for x in (logits, floored))
+    ctx = context(settings=params_of("min-p", values), log_probs=log_probs)
+    return np.asarray(penalise(z, ctx)).tolist()
 
 
-def test_beside_transformers(torch: ModuleType, transformers: ModuleType) -> None:
-    rng = np.random.default_rng(7)
-    for tokens in texts(rng, 100):
-        logits = rng.normal(size=VOCAB).astype(np.float32)
-        for name, field, value, kind in (
-            ("no_repeat_ngram", "size", 2, "NoRepeatNGramLogitsProcessor"),
-            ("repetition", "penalty", 1.3, "RepetitionPenaltyLogitsProcessor"),
-        ):
-            processor = getattr(transformers, kind)(value)
-            settings = settings_of(name, 1, **{field: value})
-            got = transformed(jnp.asarray(logits)[None], settings, views_of([tokens]))[0]
-            check(got, beside(processor, torch, logits, tokens), changes=1.0)
+def test_every_arm_and_rule_takes_a_token_that_is_raised_by_100() -> None:
+    """Also the argmax, and where the noise floor would leave the token out; metrics and regimes
+    are the model's own."""
+    token = 40
+    cases = [(arm, rule) for arm in ARMS for rule in RULES]
+    others = {"loop.max_period": 0, "inject.thought": ""}
+    changes = [
+        {**{f"arms.{name}": arm for name in REGIMES}, "truncation.rule": rule, **others}
+        for arm, rule in cases
+    ]
+    logits = jnp.asarray(np.tile(logits_for("lelv"), (len(cases), 1)))
+    rows, state = rows_of(*[TEXT] * len(cases)), fresh_state(len(cases))
+    seen = []
+    for floor in (False, True):
+        for bias in ([], [[token, 100.0]]):
+            own = {"draw.bias": bias, "metrics.noise_floor": floor}
+            settings = batch_of(*(params_of(LITERAL, {**c, **own}) for c in changes))
+            choice, step, _ = choose_jit(logits, attn_stats(len(cases)), settings, state, rows)
+            expected = token if bias else 9
+            for row, case in enumerate(cases):
+                found = step.candidates[row, 0] if step.forks[row] else choice.token[row]
+                assert int(found) == expected, case
+                assert not step.forks[row] or int(step.width[row]) == 1
+            seen.append(jax.tree.leaves(choice.observation))
+    for without, raised in (seen[:2], seen[2:]):
+        for one, other in zip(without, raised, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_a_bias_beside_bans_penalties_and_the_noise_floor() -> None:
+    """A ban outweighs it, penalties come after it. The noise floor is of the model's logits: a
+    raised token is above it, a lowered one stays where it was."""
+    found = modified([1, 2, 3], [0, 0, 0], draw__bans=[1], draw__bias=[[1, 100], [2, -100]])
+    assert found == [1, -np.inf, -97]
+    found = modified([1, 2], [0, 0], draw__bias=[[0, 2.0]], repetition__penalty=1.5)
+    assert found == [2, 2]
+    low = -np.inf
+    logits, floored = [4, 3, -9, -9, -9], [0, 0, low, low, low]
+    for bias, expected in (
+        ([], [4, 3, low, low, low]),
+        ([[2, 100]], [4, 3, 91, low, low]),
+        ([[2, 0.5], [3, 0]], [4, 3, -8.5, low, low]),
+        ([[0, -100], [1, 2], [4, -1]], [-96, 5, low, low, low]),
+    ):
+        assert modified(logits, floored, draw__bias=bias) == expected
+    # A little more for a token does not make it the only one where the bans take all others above.
+    found = modified(logits, floored, draw__bias=[[2, 0.5], [1, 9]], draw__bans=[0, 1])
+    assert found == [low, low, -8.5, -9, -9]
+
+
+def test_a_bias_of_nothing_changes_nothing() -> None:
+    """Nor do other rows' biases."""
+    values = {**PLAIN, "base.temperature": 1.5, "base.top_k": 0, "base.top_p": 1.0}
+
+    def job(row: str, pairs: Pairs) -> Job:
+        sampler = params_of(LITERAL, {**values, "draw.bias": pairs})
+        return Job([5, 6, 7], sampler, budget=24, row_id=row)
+
+    alone = generate(MODEL, [job(str(i), []) for i in range(4)])
+    zeros = [[i, 0.0] for i in range(MAX_BIASES)]
+    others = [[[i, bias] for i in range(MAX_BIASES)] for bias in (-50.0, 3.0, 9.0)]
+    beside = generate(MODEL, [job("0", []), job("1", zeros), *(job("2", p) for p in others)])
+    for lines, same in zip(alone[:2], beside, strict=False):
+        assert [line.exact for line in lines] == [line.exact for line in same]
+    texts = {tuple(line.token for line in lines) for lines in (alone[2], *beside[2:])}
+    assert len(texts) > 2

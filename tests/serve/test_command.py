@@ -13,13 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from entropix_jax.cli.options import EXIT_OK
 from entropix_jax.engine.memory import plan_memory
 from entropix_jax.model.loading import LanguageModel
-from entropix_jax.serve.command import main
-from entropix_jax.serve.http import HttpServer
 from tests.support.commands import one_error, run_command
-from tests.support.model_folders import write_model
 from tests.support.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
@@ -58,30 +54,9 @@ def test_it_drains_at_a_signal(tiny: LanguageModel) -> None:
         httpx.get(f"{url}/models")
 
 
-@pytest.mark.parametrize(("sampler", "number"), [("entropix", 1), ("min-p", 0)])
-def test_a_model_without_tables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: str, number: int
-) -> None:
-    """One note says so, where the server's sampler has percentiles that matter."""
-
-    async def nothing(*_: object) -> None:
-        pass
-
-    monkeypatch.setattr("entropix_jax.serve.warm_up.warm_up", nothing)
-    monkeypatch.setattr(HttpServer, "serve", nothing)
-    # It closes the handlers of other libraries, whose stream is pytest's.
-    monkeypatch.setattr("uvicorn.Config.configure_logging", lambda config: None)
-    bare = write_model(tmp_path / "bare", calibrated=False)
-    result = run_command(main, "--model", bare, "--port", 0, "--sampler", sampler)
-    note = "note: the model has no calibration: the generic table is used; "
-    note += f"`entropix-jax calibrate --model {bare}` measures its own\n"
-    assert (result.status, result.err.count(note)) == (EXIT_OK, number)
-    assert "bare: page at http://127.0.0.1:" in result.err
-
-
 def test_what_is_refused(tmp_path: Path) -> None:
     def refused(*arguments: object, message: str) -> None:
-        one_error(run_command(main, "--model", "tiny", *arguments), message)
+        one_error(run_command("serve", "--model", "tiny", *arguments), message)
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -95,11 +70,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
     refused("--api-key-file", tmp_path / "none", message="none")
     refused("--allow-origin", "friend.org", message="expected SCHEME://HOST")
     refused("--sampler", "entropic", message="did you mean 'entropix'?")
-    refused("--warm", "mirostatt", message="--warm: no sampler preset 'mirostatt', did you mean")
     refused("--port", 0, "--context", 9999, message="the model has 4096 positions")
-    one_error(run_command(main, "--port", 0, "--model", "./none"), "none")
+    one_error(run_command("serve", "--port", 0, "--model", "./none"), "none")
 
 
 def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    one_error(run_command(main, "--model", "tiny"), 'pip install "entropix-jax[serve]"')
+    one_error(run_command("serve", "--model", "tiny"), 'pip install "entropix-jax[serve]"')

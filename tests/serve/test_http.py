@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import subprocess
 import sys
@@ -18,8 +19,34 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from entropix_jax.serve.http import HttpServer
+from entropix_jax.serve.http import HttpServer, _log_error
 from tests.support.servers import wait_until
+
+
+async def hello(request: Request) -> Response:
+    body = await request.body()
+    return PlainTextResponse(f"hello {len(body)}")
+
+
+@contextmanager
+def serving(
+    answer: Any = hello, **options: Any
+) -> Iterator[tuple[HttpServer, tuple[str, int], list[bool]]]:
+    """A server of one route, its address, and whether it is idle."""
+    idle = [True]
+    app = Starlette(routes=[Route("/", answer, methods=["GET", "POST"])])
+    server = HttpServer(app, lambda: idle[0], grace=0.2, **options)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        place = listener.getsockname()
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
+        thread.start()
+        wait_until(lambda: server.started)
+        try:
+            yield server, place, idle
+        finally:
+            idle[0] = server.should_exit = True
+            thread.join(30)
+            assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("busy", [0.0, 0.5])
@@ -38,48 +65,19 @@ def test_it_ends_though_a_client_does_not_read(
     async def endless(request: Request) -> Response:
         return StreamingResponse(parts())
 
-    until = [float("inf")]
-    app = Starlette(routes=[Route("/", endless)])
-    server = HttpServer(app, lambda: time.monotonic() > until[0], grace=0.2)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
-        thread.start()
-        with socket.create_connection(listener.getsockname()) as client:
-            client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            wait_until(lambda: sent > 0)
-            time.sleep(0.2)
-            assert sent < 100  # the sockets are full
-            began = time.monotonic()
-            until[0] = began + busy
-            server.should_exit = True
-            thread.join(30)
-            assert not thread.is_alive()
-            assert busy + 0.2 <= time.monotonic() - began < 20
+    with serving(endless) as (server, place, idle), socket.create_connection(place) as client:
+        idle[0] = False
+        client.sendall(HEAD + b"\r\n")
+        wait_until(lambda: sent > 0)
+        time.sleep(0.2)
+        assert sent < 100  # the sockets are full
+        began = time.monotonic()
+        server.should_exit = True
+        time.sleep(busy)
+        idle[0] = True
+        wait_until(lambda: not server.server_state.connections)
+        assert busy + 0.2 <= time.monotonic() - began < 20
     assert caplog.text == ""
-
-
-@contextmanager
-def serving(**options: Any) -> Iterator[tuple[HttpServer, tuple[str, int], list[bool]]]:
-    """A server of one route, its address, and whether it is idle."""
-
-    async def hello(request: Request) -> Response:
-        body = await request.body()
-        return PlainTextResponse(f"hello {len(body)}")
-
-    idle = [True]
-    app = Starlette(routes=[Route("/", hello, methods=["GET", "POST"])])
-    server = HttpServer(app, lambda: idle[0], grace=0.2, **options)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        place = listener.getsockname()
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
-        thread.start()
-        wait_until(lambda: server.started)
-        try:
-            yield server, place, idle
-        finally:
-            idle[0] = server.should_exit = True
-            thread.join(30)
-            assert not thread.is_alive()
 
 
 HEAD = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
@@ -159,7 +157,8 @@ def test_idle_connections_lock_nobody_out() -> None:
 
 
 def test_noise_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    with serving() as (server, place, _):
+    with serving() as (_, place, _):
+        logging.getLogger("uvicorn.error").addHandler(caplog.handler)
         for _ in range(5):
             with socket.create_connection(place, timeout=10) as client:
                 client.sendall(b"nonsense\r\n\r\n")
@@ -174,10 +173,11 @@ def test_noise_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         context = {"message": "socket.accept() out of system resource", "exception": OSError(24)}
         loop: Any = None
         for _ in range(1000):
-            server._log.handle(loop, context)
-    lines = [record.getMessage() for record in caplog.records]
+            _log_error(loop, context)
+    logging.getLogger("uvicorn.error").removeHandler(caplog.handler)
+    lines = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
     assert lines == [
-        "a malformed HTTP request from 127.0.0.1",
+        "Invalid HTTP request received.",
         "socket.accept() out of system resource: OSError(24)",
     ]
 

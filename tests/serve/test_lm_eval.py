@@ -52,20 +52,16 @@ def test_log_likelihoods(running: Running, here: EntropixLM) -> None:
     assert {greedy for _, greedy in there} == {True, False}
 
 
-def test_generations(running: Running, here: EntropixLM) -> None:
+def test_generations_and_chats(running: Running, here: EntropixLM) -> None:
     options = {"until": ["\n"], "max_gen_toks": 24, "do_sample": False}
     asked = ask("generate_until", *((one.prompt, options) for one in SUMS))
     wanted = here.generate_until(asked, disable_tqdm=True)
-    lm = completions(running, num_concurrent=4)
+    lm: Any = completions(running, num_concurrent=4)
     assert lm.generate_until(asked, disable_tqdm=True) == wanted
     assert len({*wanted}) > 1
-
-
-def test_chats(running: Running, here: EntropixLM) -> None:
-    options = {"until": ["\n"], "max_gen_toks": 24, "do_sample": False}
     talks = [[{"role": "user", "content": one.question}] for one in SUMS]
-    lm: Any = LocalChatCompletion(base_url=f"{running.url}/v1/chat/completions", model="tiny")
+    lm = LocalChatCompletion(base_url=f"{running.url}/v1/chat/completions", model="tiny")
     asked = ask("generate_until", *((lm.apply_chat_template(talk), options) for talk in talks))
-    wanted = ask("generate_until", *((here.apply_chat_template(t), options) for t in talks))
-    there = lm.generate_until(asked, disable_tqdm=True)
-    assert there == here.generate_until(wanted, disable_tqdm=True)
+    same = ask("generate_until", *((here.apply_chat_template(talk), options) for talk in talks))
+    wanted = here.generate_until(same, disable_tqdm=True)
+    assert lm.generate_until(asked, disable_tqdm=True) == wanted

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
+from entropix_jax.__main__ import main
 from entropix_jax.cli.options import EXIT_USAGE
 
 
@@ -21,7 +22,8 @@ Command = Callable[..., Result]  # runs a command in this process
 Start = Callable[..., subprocess.Popen[bytes]]  # starts one in a process of its own
 
 
-def run_command(main: Callable[[Sequence[str]], int], *arguments: object) -> Result:
+def run_command(*arguments: object) -> Result:
+    """The command line, from a subcommand's name on."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = main([str(argument) for argument in arguments])

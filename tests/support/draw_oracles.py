@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from entropix_jax.sampler.context import Proposal
-from entropix_jax.sampler.draw import draw_tokens
+from entropix_jax.sampler.draw import draw_tokens, uniforms
 from entropix_jax.sampler.filters import truncate
-from entropix_jax.sampler.settings import SamplerSettings
-from tests.support.samplers import LITERAL, contexts_of, params_of
+from entropix_jax.sampler.settings import Parts, SamplerSettings
+from entropix_jax.sampler.state import Proposal
+from tests.support.samplers import LITERAL, NAMES, PARTS, contexts_of, params_of
 
 TOLERANCE = 1e-5  # of the cumulated mass around p, within which a token may fall either way
 SLACK = 1e-5  # nats: information contents this close to equally far from H may stand either way
@@ -37,15 +37,19 @@ class Drawn:
 
 
 def draw_rows(
-    logits: jax.Array, proposal: Proposal, uniforms: jax.Array, settings: SamplerSettings
+    logits: jax.Array,
+    proposal: Proposal,
+    uniforms: jax.Array,
+    settings: SamplerSettings,
+    parts: Parts = PARTS,
 ) -> Drawn:
     """What rows draw that have written nothing yet."""
-    contexts = contexts_of(proposal, settings, logits)
+    contexts = replace(contexts_of(proposal, settings, logits), parts=parts)
     left = jax.vmap(lambda *row: truncate(*row)[0])(logits, contexts)
     return Drawn(jax.vmap(draw_tokens)(left, uniforms), left)
 
 
-truncated_draw = jax.jit(draw_rows)
+truncated_draw = jax.jit(draw_rows, static_argnames="parts")
 
 
 # Rows
@@ -54,6 +58,17 @@ truncated_draw = jax.jit(draw_rows)
 def below_one(uniforms: np.ndarray) -> np.ndarray:
     """Uniform numbers as float32, none of them rounded up to 1."""
     return np.minimum(uniforms.astype(np.float32), np.float32(LAST))
+
+
+_uniforms: Callable[..., jax.Array] = jax.jit(uniforms, static_argnums=4)
+
+
+def uniform_numbers(
+    key: np.ndarray, position: int, stream: int, number: int, attempt: int = 0
+) -> np.ndarray:
+    """The numbers of an attempt at a position, by default the first: float64 [number]."""
+    args = (np.int32(x) for x in (position, attempt, stream))
+    return np.asarray(_uniforms(key, *args, number), np.float64)
 
 
 def random_logits(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
@@ -95,7 +110,7 @@ def settings_of(rules: Any, numbers: Any) -> SamplerSettings:
             np.where(rules == rule, given, np.nan), getattr(own[rule], field).dtype
         )
         own[rule] = replace(own[rule], **{field: column})
-    return replace(settings, own=own)
+    return replace(settings, own=own, rule=jnp.asarray(np.vectorize(NAMES.index)(rules)))
 
 
 def nucleus_draw(logits: Any, proposal: Proposal, uniforms: Any) -> Drawn:
@@ -322,6 +337,19 @@ class Kept:
     def by_id(self, number: int) -> np.ndarray:
         """The ids of the first `number` tokens, in the order in which a draw cumulates them."""
         return np.sort(np.argsort(self.rank, kind="stable")[:number])
+
+    def drawn(self, numbers: np.ndarray) -> list[int]:
+        """The token that is drawn at each uniform number."""
+
+        def of(number: int) -> list[int]:
+            order = self.by_id(number)
+            cumulated = np.cumsum(self.mass[self.rank[order]])
+            picks = np.searchsorted(cumulated, numbers * cumulated[-1], side="right")
+            drawn: list[int] = order[picks].tolist()
+            return drawn
+
+        assert of(self.fewest) == of(self.most), "too close to tell"
+        return of(self.most)
 
     @property
     def decided(self) -> bool:

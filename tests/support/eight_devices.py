@@ -12,23 +12,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from entropix_jax.engine.decode import answer, decode, prefill
-from entropix_jax.engine.slots import Layout
+from entropix_jax.engine.decode import decode
+from entropix_jax.engine.prefill import prefill
+from entropix_jax.engine.slots import Layout, answer
 from entropix_jax.engine.state import (
     BRANCH_ENDED,
     FORKS,
     RUNNING,
     WAITS_FOR_TEXT,
     DecodeState,
+    Program,
     Recording,
     StepRecord,
     init_state,
 )
 from entropix_jax.model.mesh import parse_mesh, place, rules_for
 from entropix_jax.model.params import Params
-from entropix_jax.sampler.keys import row_key
+from entropix_jax.sampler.draw import row_key
+from entropix_jax.sampler.mechanisms import MECHANISMS
 from tests.support.models import random_params, tiny_config
-from tests.support.samplers import ARMS, LANES, LITERAL, Line, Told, batch_of, params_of, plain
+from tests.support.samplers import ARMS, FEW, LANES, LITERAL, Line, Told, batch_of, params_of
 
 MESHES = ("data=8", "model=8", "data=2,model=4")
 BATCH, CAPACITY, STEPS = 16, 64, 16
@@ -66,11 +69,12 @@ def rows(shards: int) -> tuple[Params, DecodeState]:
         np.stack([row_key(0, str(i)) for i in range(BATCH)]),
         batch_of(
             *(
-                plain(params_of(PRESETS[i % len(PRESETS)], {**OFTEN, "branch.width": 1 + i % 5}))
+                params_of(PRESETS[i % len(PRESETS)], {**OFTEN, "branch.width": 1 + i % 5})
                 for i in range(BATCH)
             )
         ),
         np.full(2, -1, np.int32),
+        mechanisms=MECHANISMS,
         capacity=CAPACITY,
         dtype=jnp.dtype(jnp.float32),
         lanes=LANES,
@@ -97,9 +101,13 @@ class Job:
         self.layout = layout(self.state)
 
         arguments = (self.params, self.state, jnp.int32(STEPS), jnp.int32(1))
-        static: Any = {"config": CONFIG, "window": CAPACITY, "max_steps": STEPS}
-        static["recording"] = Recording(top=3)
-        self.lowered = [decode.lower(*arguments, **static, lanes=lanes) for lanes in (False, True)]
+        static: Any = {"config": CONFIG, "max_steps": STEPS}
+        self.lowered = [
+            decode.lower(
+                *arguments, **static, program=Program(FEW, CAPACITY, Recording(top=3), lanes)
+            )
+            for lanes in (False, True)
+        ]
 
     def run(self, steps: Sequence[Any]) -> Outcome:
         """`steps` are the compiled ones: given what lies elsewhere than they were told they
@@ -130,19 +138,19 @@ class Job:
                 self.params, state, jnp.int32(STEPS), jnp.int32(1)
             )
             state, forked = taken(state, stepped), bool(now)
-            told.add(self.by_slot(jax.device_get(records).unpack()))
+            told.add(self.by_slot(jax.device_get(records)))
             outcome.states.append(self.slots(state))
-            finish = outcome.states[-1].finish
+            finish = outcome.states[-1].status
             going = bool(np.isin(finish, (RUNNING, FORKS, BRANCH_ENDED)).any())
         ahead = jnp.arange(CAPACITY, dtype=jnp.int32)
-        values = [jnp.int32(number) for number in (numbers[9], 2, ARMS.index("inject"), 0)]
+        values = [jnp.int32(number) for number in (numbers[9], 2, ARMS.index("inject"))]
         state = taken(state, answer(state, values[0], ahead, *values[1:]))
         outcome.answered = self.slots(state)
         waiting = np.where(self.places.slot_of == 3, WAITS_FOR_TEXT, RUNNING).astype(np.int32)
         for step in steps:
-            state = replace(state, finish=jax.device_put(waiting, state.finish.sharding))
+            state = replace(state, status=jax.device_put(waiting, state.status.sharding))
             state, records, _ = step(self.params, state, jnp.int32(STEPS), jnp.int32(1))
-            outcome.held.append(jax.device_get(records).unpack())
+            outcome.held.append(jax.device_get(records))
         return outcome
 
     def by_slot(self, records: StepRecord) -> StepRecord:
@@ -172,7 +180,6 @@ def main(output: str) -> None:
     one device as ""."""
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
-    jax.config.update("jax_disable_most_optimizations", True)  # half the time to compile
     jobs = {mesh or "": Job(mesh) for mesh in (None, *MESHES)}
     with ThreadPoolExecutor(2) as pool:
         both = [[pool.submit(one.compile) for one in job.lowered] for job in jobs.values()]

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import pytest
 from tiny.tokenizer import tokenizer_config, tokenizer_json
 
+from entropix_jax.errors import UserError
 from entropix_jax.model.checkpoint import save_params
-from entropix_jax.model.config import ModelConfig, parse_model_config
+from entropix_jax.model.config import ModelConfig
+from entropix_jax.model.config_file import parse_model_config
 from entropix_jax.model.loading import CALIBRATION_FILE
 from entropix_jax.model.params import Params
 from tests.support.models import random_params
@@ -93,3 +96,13 @@ def write_model(
 def poisoned(token_id: int) -> Callable[[Params], Params]:
     """Weights under which a row that has read this token has logits that are not numbers."""
     return lambda params: replace(params, embedding=params.embedding.at[token_id].set(jnp.nan))
+
+
+def refusal(path: Path, load: Callable[[], object]) -> str:
+    """The error of a model that is not loaded: one line that names its place."""
+    with pytest.raises(UserError) as caught:
+        load()
+    message = str(caught.value)
+    assert str(path) in message
+    assert "\n" not in message
+    return message

@@ -10,16 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from entropix_jax.engine.decode import decode, prefill
-from entropix_jax.engine.state import DecodeState, Recording, StepRecord, init_state
+from entropix_jax.engine.decode import decode
+from entropix_jax.engine.prefill import prefill
+from entropix_jax.engine.state import DecodeState, Program, StepRecord, init_state
 from entropix_jax.model.cache import KVCache, init_cache
 from entropix_jax.model.config import ModelConfig, RopeScaling
 from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.params import Params, ParamSpec, param_specs
 from entropix_jax.sampler.calibration import generic_calibration
+from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.metrics import Metrics, measure
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import SamplerSettings
+from entropix_jax.sampler.settings import Parts, SamplerSettings
 from entropix_jax.stats import AttnStats
 
 # Shapes of one file of the published family, small: the original context is short, so that a prompt
@@ -133,6 +135,7 @@ def start(
         np.zeros((len(prompts), 2), np.uint32),
         sampler_params(config, len(prompts)),
         np.asarray(eos, np.int32),
+        mechanisms=MECHANISMS,
         capacity=capacity,
         dtype=jnp.dtype(jnp.float32),
     )
@@ -159,9 +162,7 @@ def generate(
         state,
         jnp.int32(steps or max(budgets)),
         config=config,
-        window=capacity,
         max_steps=max_steps,
-        recording=Recording(),
-        lanes=False,
+        program=Program(Parts(MECHANISMS, frozenset({"argmax"})), capacity),
     )
-    return state, jax.device_get(records).unpack()
+    return state, jax.device_get(records)

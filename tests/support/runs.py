@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.generation import Generation
 from entropix_jax.engine.preparation import CalibratedSampler, calibrate_sampler
-from entropix_jax.engine.results import Request
+from entropix_jax.engine.results import Request, Row
 from entropix_jax.engine.state import Recording
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
@@ -66,6 +67,21 @@ def run_specs(
     **options: Any,
 ) -> Generation:
     return Generation(model, requests(model, specs, sampler, **options), recording=recording)
+
+
+def ids_of(row: Row) -> list[int]:
+    return [token.token_id for token in row.tokens]
+
+
+def is_same(row: Row, other: Row) -> bool:
+    """Whether both have the same tokens for the same reasons and the same end, and the same numbers
+    but for rounding, which the model magnifies at a few positions."""
+    told, others = (
+        (one.text, one.finish_reason, [(t.token_id, t.action, t.regime) for t in one.tokens])
+        for one in (row, other)
+    )
+    here, there = ([[t.entropy, t.logprob] for t in one.tokens] for one in (row, other))
+    return told == others and np.allclose(here, there, rtol=1e-3, atol=1e-3)
 
 
 def unrun(prompt: Sequence[int] = (1,), row_id: str = "0", max_new_tokens: int = 1) -> Request:

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from entropix_jax.engine.decode import decode, prefill
+from entropix_jax.engine.decode import decode
+from entropix_jax.engine.prefill import prefill
 from entropix_jax.engine.state import (
     BRANCH_ENDED,
     FORKS,
     RUNNING,
     DecodeState,
-    Recording,
+    Program,
     StepRecord,
     init_state,
 )
@@ -23,14 +24,15 @@ from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.params import Params
 from entropix_jax.names import REGIMES
 from entropix_jax.sampler.calibration import PERCENTS, Calibration
-from entropix_jax.sampler.context import Context, Proposal, as_configured
-from entropix_jax.sampler.keys import row_key
+from entropix_jax.sampler.context import Context, as_configured
+from entropix_jax.sampler.draw import row_key
+from entropix_jax.sampler.keys import scalars
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.sampler import Sampler, scalars
-from entropix_jax.sampler.settings import SamplerSettings
-from entropix_jax.sampler.state import MAX_ATTEMPTS, SamplerState, init_sampler_state
+from entropix_jax.sampler.sampler import Sampler
+from entropix_jax.sampler.settings import Parts, SamplerSettings
+from entropix_jax.sampler.state import Observation, Proposal, SamplerState, init_sampler_state
 from entropix_jax.stats import AttnStats
 from tests.support.models import random_params, tiny_config
 
@@ -40,10 +42,11 @@ NAMES = [m.name for m in MECHANISMS]
 ARMS = [m.name for m in MECHANISMS if m.propose is not None]
 RULES = [m.name for m in MECHANISMS if m.rule is not None]
 # What a compiled step may contain: with all of it, one program serves all tests.
-PARTS = [m.name for m in MECHANISMS if m.rule or m.logits or m.reweigh or m.replaces or m.active]
-USED = frozenset(PARTS)
+PARTS = Parts(MECHANISMS, frozenset(NAMES))
+# Without rules, penalties and texts that are taken back or written: it compiles in half the time.
+FEW = Parts(MECHANISMS, frozenset({*ARMS, "dry"}))
 BATCH = 10  # rows
-LANES = 7  # enough for the widest fork, not for all at once
+LANES = 9  # enough for the widest fork, not for all at once
 CAPACITY = 64  # positions of a row
 NUM_LAYERS = 2
 NUM_HEADS = 4
@@ -121,16 +124,17 @@ CALIBRATION = calibration_of({0: 0, 30: 0.3, 70: 2.5, 100: 10}, {0: 0, 40: 1.2, 
 
 
 def settings_of(sampler: Sampler, **options: Any) -> SamplerSettings:
-    """The parameters of one row, for a step that contains everything."""
+    """The parameters of one row."""
     options = {**HOST, **options}
     if sampler.calibration is None:
         sampler = sampler.resolve(CALIBRATION)
-    return replace(sampler.settings(**options), used=USED)
+    return sampler.settings(**options)
 
 
 def used_of(sampler: Sampler) -> frozenset[str]:
-    """What the step of a sampler contains; see `SamplerSettings.used`."""
-    return sampler.resolve(CALIBRATION).settings(**HOST).used
+    """What the step of a sampler contains; see `Parts.used`."""
+    sampler = sampler.resolve(CALIBRATION)
+    return sampler.parts(sampler.settings(**HOST)).used
 
 
 def params_of(
@@ -138,12 +142,6 @@ def params_of(
 ) -> SamplerSettings:
     """The parameters of one row: a preset with changes."""
     return settings_of(load_sampler(preset).with_values(changes or {}), **options)
-
-
-def plain(settings: SamplerSettings) -> SamplerSettings:
-    """The same for a step without rules, penalties and texts that are taken back or written: it
-    compiles in half the time."""
-    return replace(settings, used=frozenset({"inject", "dry"}))
 
 
 def batch_of(*rows: SamplerSettings) -> SamplerSettings:
@@ -177,21 +175,29 @@ def context(
     """One row that may take every action, or none, but for the changes."""
     metrics = metrics_of() if metrics is None else metrics
     actions = {"inject": may, "branch": may, "backspace": may} | changes
+    fresh: SamplerState = jax.tree.map(lambda x: jnp.asarray(x[0]), fresh_state(1))
+    zero, none = jnp.float32(0), jnp.int32(0)
     return Context(
         log_probs=jnp.zeros(VOCAB_SIZE) if log_probs is None else log_probs,
         metrics=metrics if settings is None else as_configured(metrics, settings),
-        regime=jnp.int32(0),
-        rounds=jnp.int32(0),
+        logits=jnp.zeros(VOCAB_SIZE),
+        observation=Observation(metrics, zero, zero, zero, regime=none, rounds=none),
         settings=settings,
+        parts=PARTS,
+        vocab_size=VOCAB_SIZE,
+        running=jnp.bool_(True),
+        tally=fresh.tally,
+        trail=fresh.trail,
+        remaining=jnp.int32(50),
+        eos_ids=jnp.full(2, -1, jnp.int32),
+        asks=jnp.bool_(False),
         may={name: jnp.asarray(may) for name, may in actions.items()},
-        own={m.name: m.init() for m in MECHANISMS if m.init is not None},
         thresholds=jnp.asarray(thresholds, jnp.float32),
         history=jnp.zeros(8, jnp.int32),
+        confidences=jnp.zeros(8, jnp.float32),
         length=jnp.int32(1),
         generated=jnp.int32(0),
         key=jnp.zeros(2, jnp.uint32),
-        attempt=jnp.int32(0),
-        bans=jnp.full(MAX_ATTEMPTS, -1, jnp.int32),
         branch=jnp.int32(-1),
         proposal=proposal,
     )
@@ -210,10 +216,13 @@ def fresh_state(batch: int) -> SamplerState:
     return init_sampler_state(batch, MECHANISMS)
 
 
-def with_own(state: SamplerState, name: str, **fields: jax.Array) -> SamplerState:
+def with_state(
+    state: SamplerState, name: str, *scalar: jax.Array, **fields: jax.Array
+) -> SamplerState:
     """The state with other values in a mechanism's part of it."""
-    own = {**state.tally.own, name: replace(state.tally.own[name], **fields)}
-    return replace(state, tally=replace(state.tally, own=own))
+    part = scalar[0] if scalar else replace(state.tally.states[name], **fields)
+    states = {**state.tally.states, name: part}
+    return replace(state, tally=replace(state.tally, states=states))
 
 
 def proposal_of(
@@ -221,12 +230,11 @@ def proposal_of(
     top_k: Any = 0,
     top_p: Any = 1.0,
     min_p: Any = 0.0,
-    draws: Any = 1,
-    rule: Any = "nucleus",
+    num_candidates: Any = 1,
 ) -> Proposal:
-    """A batch of proposals from scalars and equally long lists; a rule goes by its name."""
+    """A batch of proposals from scalars and equally long lists."""
     floats = {"temperature": temperature, "top_p": top_p, "min_p": min_p}
-    ints = {"top_k": top_k, "draws": draws, "rule": np.vectorize(NAMES.index)(rule), "action": 0}
+    ints = {"top_k": top_k, "num_candidates": num_candidates, "action": 0}
     rows = np.broadcast_shapes((1,), *map(np.shape, [*floats.values(), *ints.values()]))
     return Proposal(
         **{name: jnp.asarray(np.broadcast_to(x, rows), jnp.float32) for name, x in floats.items()},
@@ -234,15 +242,15 @@ def proposal_of(
     )
 
 
-def attn_stats(batch: int, *, entropy: float = 1.0, keys: float = 16.0) -> AttnStats:
+def attn_stats(batch: int) -> AttnStats:
     """Attention statistics that are the same in all rows, layers and heads."""
     heads, layers = (batch, NUM_LAYERS, NUM_HEADS), (batch, NUM_LAYERS)
     return AttnStats(
-        entropy=jnp.full(heads, entropy, jnp.float32),
+        entropy=jnp.ones(heads, jnp.float32),
         varentropy=jnp.zeros(heads, jnp.float32),
         divergence=jnp.zeros(layers, jnp.float32),
         interaction=jnp.ones(layers, jnp.float32),
-        keys=jnp.full(batch, keys, jnp.float32),
+        keys=jnp.full(batch, 16.0, jnp.float32),
     )
 
 
@@ -277,7 +285,7 @@ class Line:
     position: int
     forwards: int
     rolled_out: int
-    finish: int
+    status: int
     waited: int  # steps that a fork waited for lanes
     exact: tuple[Any, ...]  # all that must be the same wherever the row runs
     numbers: np.ndarray  # and all that may differ by rounding
@@ -299,7 +307,7 @@ def start(
     jobs: Sequence[Job],
     capacity: int,
     eos_ids: Sequence[int] = (-1, -1),
-    lanes: int = LANES,
+    parts: Parts = PARTS,
 ) -> DecodeState:
     """The state of a batch whose prompts are cached, all but their last tokens."""
     state = init_state(
@@ -309,9 +317,10 @@ def start(
         np.stack([row_key(job.seed, job.row_id) for job in jobs]),
         batch_of(*(job.sampler for job in jobs)),
         np.asarray(eos_ids, np.int32),
+        mechanisms=parts.mechanisms,
         capacity=capacity,
         dtype=jnp.dtype(jnp.float32),
-        lanes=lanes,
+        lanes=LANES,
     )
     tokens = state.history[: len(jobs), : capacity // 2]
     count = state.prompt_length[: len(jobs)] - 1
@@ -319,18 +328,28 @@ def start(
 
 
 def advance(
-    params: Params, state: DecodeState, steps: int, **static: Any
+    params: Params,
+    state: DecodeState,
+    steps: int,
+    *,
+    parts: Parts = PARTS,
+    **static: Any,
 ) -> Iterator[tuple[DecodeState, StepRecord]]:
     """Makes so many steps, fewer once all rows have ended, in the two programs by turns: the state
     and the records on the host, of each call that made some."""
-    static = {"window": state.cache.capacity, "max_steps": 32, "recording": Recording(), **static}
+    program = Program(parts, state.cache.capacity)
     forked, idle = False, 0
     while steps > 0 and idle < 2:
         state, records, forked = decode(
-            params, state, jnp.int32(min(steps, 32)), lanes=bool(forked), **static
+            params,
+            state,
+            jnp.int32(min(steps, 32)),
+            max_steps=32,
+            program=replace(program, lanes=bool(forked)),
+            **static,
         )
-        records = jax.device_get(records).unpack()
-        done = int(np.any(records.live | records.joins, axis=1).sum())
+        records = jax.device_get(records)
+        done = int(np.any(records.live | records.joined.joins, axis=1).sum())
         steps, idle = steps - done, 0 if done else idle + 1
         yield state, records
 
@@ -342,7 +361,7 @@ def generate(
     eos_ids: Sequence[int] = (-1, -1),
     chunks: Iterable[int] = (32,) * 99,
     rows: int = BATCH,
-    lanes: int = LANES,
+    parts: Parts = PARTS,
     look: Callable[[DecodeState], None] = lambda state: None,
 ) -> list[list[Line]]:
     """Runs rows to their ends, so many steps at a time, and looks at the state in between. Others
@@ -350,15 +369,15 @@ def generate(
     config, params = model
     number = len(jobs)
     jobs = [*jobs, *[replace(jobs[0], budget=1)] * (rows - number)]
-    state = start(config, params, jobs, CAPACITY, eos_ids, lanes)
-    told = Told(rows, [mechanism.name for mechanism in state.settings.mechanisms])
+    state = start(config, params, jobs, CAPACITY, eos_ids, parts)
+    told = Told(rows, [mechanism.name for mechanism in parts.mechanisms])
     look(state)
     for chunk in chunks:
-        for now, records in advance(params, state, chunk, config=config):
-            state = now
+        for following, records in advance(params, state, chunk, config=config, parts=parts):
+            state = following
             look(state)
             told.add(records)
-        if not np.any(np.isin(state.finish, (RUNNING, FORKS, BRANCH_ENDED))):
+        if not np.any(np.isin(state.status, (RUNNING, FORKS, BRANCH_ENDED))):
             break
     return told.lines[:number]
 
@@ -389,7 +408,7 @@ class Told:
             self._steps += 1
             for row in lanes_first:
                 one = jax.tree.map(lambda x, at=(step, row): x[at], records)
-                if one.live or one.joins:
+                if one.live or one.joined.joins:
                     self._add(one)
 
     def _add(self, record: StepRecord) -> None:
@@ -404,26 +423,26 @@ class Told:
                     record.candidates[: record.width], record.logprobs, strict=False
                 )
             ]
-        elif record.joins:
+        elif record.joined.joins:
             self._join(row, record)
         elif record.branch >= 0:
-            if record.finish != BRANCH_ENDED:
+            if record.status != BRANCH_ENDED:
                 self._paths[row][record.branch].append(record)
         elif not record.rewinds:
             line = self._line([record], record)
             fork = self._forced.pop(row, None)
             if fork is not None:
                 line = replace(
-                    fork, forwards=line.forwards, finish=line.finish, exact=(fork.exact, line.exact)
+                    fork, forwards=line.forwards, status=line.status, exact=(fork.exact, line.exact)
                 )
             self.lines[row].append(line)
 
     def _join(self, row: int, record: StepRecord) -> None:
         paths = self._paths.pop(row)
         branches = tuple([int(one.choice.token) for one in path] for path in paths)
-        best, committed = int(record.best), int(record.committed)
-        ambiguous = bool(record.ambiguous)
-        scores = record.scores[: len(paths)]
+        best, committed = int(record.joined.best), int(record.joined.committed)
+        ambiguous = bool(record.joined.ambiguous)
+        scores = record.joined.scores[: len(paths)]
         line = self._line(paths[best][: max(committed, 1)], record)
         line = replace(
             line,
@@ -457,7 +476,7 @@ class Told:
             position=int(first.position),
             forwards=int(after.forwards),
             rolled_out=0,
-            finish=int(after.finish),
+            status=int(after.status),
             waited=0,
             exact=(
                 action,
@@ -465,7 +484,7 @@ class Told:
                 tokens,
                 int(first.position),
                 int(after.forwards),
-                int(after.finish),
+                int(after.status),
                 int(first.settled),
                 int(seen.rounds),
                 int(choice.proposal.top_k),

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from entropix_jax.names import SERVED, THRESHOLDS
+from entropix_jax.sampler.settings import MAX_WIDTH
 from tests.support.samplers import ARMS, CAPACITY, LITERAL, RULES, Job, params_of, tiny_model
 
 CONFIG, PARAMS = MODEL = tiny_model()
@@ -97,7 +98,7 @@ def random_settings(rng: np.random.Generator) -> dict[str, Any]:
         "inject.cooldown": number(0, 6),
         "inject.per_row": often(1000, number(0, 3)),
         "inject.until_confident": often(False, True),
-        "branch.width": number(1, 8),
+        "branch.width": number(1, MAX_WIDTH),
         "branch.depth": number(1, 8),
         "branch.min_p": often(0.1, 0.0),
         "branch.noise": often(0.0, 0.5),

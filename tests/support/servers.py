@@ -20,7 +20,7 @@ from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.serve.app import make_app
 from entropix_jax.serve.http import HttpServer
-from entropix_jax.serve.wanted import Served
+from entropix_jax.serve.request import ServedModel
 from entropix_jax.serve.warm_up import warm_up
 from entropix_jax.serve.worker import Worker
 from tests.support.samplers import LITERAL
@@ -35,11 +35,11 @@ class Running:
 
     url: str
     worker: Worker
-    served: Served
+    served: ServedModel
 
 
-def serve(model: LanguageModel, top: int = TOP) -> Served:
-    return Served("tiny", model, load_sampler(LITERAL), CONTEXT, top)
+def serve(model: LanguageModel, top: int = TOP) -> ServedModel:
+    return ServedModel("tiny", model, load_sampler(LITERAL), CONTEXT, top)
 
 
 def make_engine(model: LanguageModel) -> Engine:
@@ -53,7 +53,7 @@ def listening(model: LanguageModel, limit: float = PATIENCE) -> Iterator[Running
     served = serve(model)
     worker = Worker(make_engine(model), slots=SLOTS, queue=QUEUE)
     worker.start()
-    asyncio.run(warm_up(served, worker, (), lambda program: None))
+    asyncio.run(warm_up(served, worker, lambda program: None))
     assert not worker.tokens  # nothing was counted
     server = HttpServer(make_app(served, worker, limit=limit), worker.idle)
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, normalizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 SPECIAL = ["<|begin|>", "<|end|>", "<|user|>", "<|assistant|>"]
 TEXTS = [
@@ -43,3 +44,35 @@ def save(
     if config is not None:
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
+
+
+def vocabulary(size: int = 300) -> tokenizers.Tokenizer:
+    """Byte-level BPE with two control tokens."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    digits, spelling = pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, spelling])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|begin|>", "<|im_end|>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return tokenizer
+
+
+@functools.cache
+def vocabulary_metadata() -> dict[str, Any]:
+    """What a GGUF file says of `vocabulary`."""
+    model = json.loads(vocabulary().to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3, 3, *[1] * (len(tokens) - 2)],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in model["merges"]],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+    }

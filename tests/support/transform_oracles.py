@@ -3,11 +3,36 @@ tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from tests.support.draw_oracles import softmax
+
+
+def modified(
+    logits: np.ndarray,
+    heard: np.ndarray,
+    text: Sequence[int],
+    values: Mapping[str, Any],
+    banned: Sequence[int] = (),
+) -> np.ndarray:
+    """The logits that tokens are chosen by: biases, repetition penalty, bans, noise floor. `heard`
+    are the model's log-probabilities, -inf under the floor."""
+    z, penalty = logits.copy(), values["repetition.penalty"]
+    raised = []
+    for token, bias in values["draw.bias"]:
+        z[token] += bias
+        raised += [token] if bias > 0 else []
+    for token in set(text):
+        z[token] = z[token] / penalty if z[token] > 0 else z[token] * penalty
+    z[[*values["draw.bans"], *banned]] = -np.inf
+    audible = np.where(heard > -np.inf, z, -np.inf)
+    if not (audible > -np.inf).any():
+        return z
+    audible[raised] = z[raised]
+    return audible
 
 
 def repetition(

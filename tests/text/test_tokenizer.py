@@ -550,7 +550,7 @@ NO_TOKEN = {
         ({"model": {"continuing_subword_prefix": "longer"}}, "not a tokenizer.json: range"),
         # ... and over a text, here one on which an expression backtracks without end.
         ({"pre_tokenizer": BACKTRACKING}, "the tokenizer fails: Onig: Regex search error: retry-"),
-        ({"post_processor": NO_TOKEN}, "the post-processor puts 99999, which is not a token id"),
+        ({"post_processor": NO_TOKEN}, "the post-processor adds 99999, which is no token id"),
         # Some errors of its own come with the first text that meets them.
         (
             {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<none>"}},

@@ -5,45 +5,27 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from entropix_jax.errors import UserError
-from entropix_jax.host.files import opening, read_bytes
+from entropix_jax.host.files import read_bytes
 from entropix_jax.lab.tasks.task import Item, Split, Task, check_split
 
-_TUNING_SHARE = 4  # one item in so many
+_TUNING_SHARE = 4  # one item in this many is for tuning
 
 
-class Entry(NamedTuple):
-    """A value in a file: `where` is the file and the place, for error messages; `number` is its
-    line, or its place in a list, from 1."""
-
-    where: str
-    number: int
-    value: Any
-
-
-def read_lines(path: Path) -> Iterator[Entry]:
-    """The values of a JSON Lines file, one by one; blank lines are skipped. UserError if it cannot
-    be read, has no value, or a line is not JSON."""
-    empty = True
-    with opening(path) as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                empty = False
-                where = f"{path}: line {number}"
-                yield Entry(where, number, _parse(line, where))
-    if empty:
+def read_values(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yields the values of a file of JSON Lines or of one JSON list, each with its number: the line
+    or the position in the list, from 1. UserError if the file cannot be read or has no value."""
+    content = read_bytes(path)
+    if content.lstrip().startswith(b"["):
+        values = list(enumerate(_parse(content, str(path)), 1))
+    else:
+        lines = enumerate(content.split(b"\n"), 1)
+        values = [(n, _parse(line, f"{path}: line {n}")) for n, line in lines if line.strip()]
+    if not values:
         raise UserError(f"{path}: is empty")
-
-
-def read_list(path: Path) -> Iterator[Entry]:
-    """The values of a JSON file that holds one list of them. UserError if it does not."""
-    values = _parse(read_bytes(path), str(path))
-    if not isinstance(values, list) or not values:
-        raise UserError(f"{path}: must hold a list")
-    for number, value in enumerate(values, 1):
-        yield Entry(f"{path}: entry {number}", number, value)
+    yield from values
 
 
 def _parse(text: bytes, where: str) -> Any:
@@ -66,7 +48,13 @@ def split_items(items: Iterable[Item], split: Split) -> list[Item]:
 
 
 class FileTask(Task):
-    """A task whose items are the entries of one file. Each call of `items` reads it again."""
+    """A task whose items are the entries of one file. Each call of `items` reads it again.
+
+    Attributes:
+        published: the file's name as it is published.
+    """
+
+    published: str
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -86,3 +74,25 @@ class FileTask(Task):
                 raise UserError(f"{self.path}: two entries have the id {item.id!r}")
             seen.add(item.id)
         yield from split_items(items, split)
+
+
+class JsonTask(FileTask):
+    """A task whose entries are values of JSON.
+
+    Attributes:
+        form: the form of an entry, for error messages.
+    """
+
+    form: str
+
+    @abstractmethod
+    def parse(self, value: Any, number: int, *, chat: bool) -> Item | None:
+        """Returns the item of an entry; None for an entry of another form."""
+        ...
+
+    def read(self, *, chat: bool) -> Iterator[Item]:
+        for number, value in read_values(self.path):
+            item = self.parse(value, number, chat=chat)
+            if item is None:
+                raise UserError(f"{self.path}: entry {number}: an entry is {self.form}")
+            yield item

@@ -15,7 +15,7 @@ A task is any object with the members of `Task`. A subclass needs only a name, i
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 from entropix_jax.errors import UserError
 
@@ -43,6 +43,7 @@ class Item:
     accepted: tuple[str, ...] = ()
 
 
+@runtime_checkable
 class Task(Protocol):
     """Questions in two splits: settings are tuned on one and measured on the other.
 

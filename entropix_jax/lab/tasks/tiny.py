@@ -8,20 +8,22 @@ thought.
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from hashlib import sha256
 from itertools import islice
 from random import Random
 
-from entropix_jax.lab.tasks.judge import PAUSED, WAITED, remove_hesitations, score_possible_share
 from entropix_jax.lab.tasks.task import Item, Prompt, Split, Task, check_split
-from entropix_jax.lab.world import facts
-from entropix_jax.lab.world.chat import list_fact_questions
-from entropix_jax.lab.world.documents import document
-from entropix_jax.lab.world.grammar import Choice, Document, choose, sample, say, uniform, weighted
-from entropix_jax.lab.world.lexicon import END, PAUSE, PEOPLE, WAIT
+from entropix_jax.lab.world import documents, facts, grammar
+from entropix_jax.lab.world.lexicon import BEGIN, END, PAUSE, PEOPLE, WAIT, split_terminals
 from entropix_jax.lab.world.problems import FIRST_OPERANDS, Kind, problems, read_answer
-from entropix_jax.lab.world.prose import LISTS, tell_story, write_diary, write_profile
+
+PAUSED = r" \.\.\."
+WAITED = r" ?Wait\.\.\."
+
+_HESITATION = re.compile(f"({PAUSED}|{WAITED})")
+_MARK = f"{WAIT}..."
+_Pieces = tuple[str, ...]
 
 
 @cache
@@ -84,7 +86,7 @@ class _Facts(Task):
 
     def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
         check_split(split)
-        asked = sorted(list_fact_questions(_world()), key=lambda pair: _digest(pair[0]))
+        asked = sorted(documents.list_fact_questions(_world()), key=lambda pair: _digest(pair[0]))
         kept = (pair for pair in asked if _choose_split(pair[0]) == split)
         for number, (question, fact) in enumerate(kept, 1):
             yield Item(f"facts-{split}-{number}", _as_chat(question), fact)
@@ -123,7 +125,7 @@ class _Forks(Task):
     def _forks(self, rng: Random) -> Iterator[tuple[str, dict[str, float]]]:
         """The forks of a new document, at least one: the text before and the possible futures."""
         text = ""
-        for position in sample(_write_forked(_world()), rng):
+        for position in grammar.sample(_write_forked(_world()), rng):
             futures = _futures(position.choice)
             if len(futures) in self._FUTURES:
                 yield text, futures
@@ -142,27 +144,26 @@ class _Forks(Task):
         return float(answer in item.truth)
 
 
-_FIRST_WORD = weighted(
+_FIRST_WORD = grammar.weighted(
     "document", {"Once": 0.5, "On": 0.25, **{name: 0.25 / len(PEOPLE) for name in PEOPLE}}
 )
-_FIRST_VERB = uniform("document", (" lives", " is", " has", " trusts"))
+_FIRST_VERB = grammar.uniform("document", (" lives", " is", " has", " trusts"))
 
 
-def _write_forked(world: facts.World) -> Document:
+def _write_forked(world: facts.World) -> grammar.Document:
     """A story, a diary or a profile, in proportions that vary the forks."""
-    first = yield from choose(_FIRST_WORD)
+    first = yield from grammar.write(_FIRST_WORD)
     if first == "Once":
-        yield from tell_story(world)
+        yield from documents.tell_story(world)
     elif first == "On":
-        yield from write_diary(world)
+        yield from documents.write_diary(world)
     else:
-        verb = yield from choose(_FIRST_VERB)
-        if verb == "has":
-            yield from say(" a")
-        yield from write_profile(world, first, verb)
+        verb = yield from grammar.write(_FIRST_VERB)
+        yield from grammar.write(" a" if verb == "has" else "")
+        yield from documents.write_profile(world, first, verb)
 
 
-def _futures(choice: Choice) -> dict[str, float]:
+def _futures(choice: grammar.Choice) -> dict[str, float]:
     """Probabilities of the words at a fork, hesitations excluded; empty if it is not a fork of
     words."""
     chances = zip(choice.terminals, choice.probabilities, strict=True)
@@ -206,7 +207,9 @@ class _Documents(Task):
         """The beginning of the next document of a kind; empty if it hesitates or could end."""
         count = rng.randint(1, self._LONGEST)
         while True:
-            positions = list(islice(sample(document(_world()), rng), 1, self._LONGEST + 2))
+            positions = list(
+                islice(grammar.sample(documents.document(_world()), rng), 1, self._LONGEST + 2)
+            )
             said = [position.terminal for position in positions]
             if _classify_document(said) == kind:
                 break
@@ -218,12 +221,12 @@ class _Documents(Task):
     def extract(self, item: Item, text: str) -> str | None:
         """The text without hesitations."""
         assert isinstance(item.prompt, str)
-        return remove_hesitations(_world(), item.prompt, text) or None
+        return remove_hesitations(item.prompt, text) or None
 
     def score(self, item: Item, answer: str | None) -> float:
         """The share of the words before the first impossible one; 0 for no text."""
         assert isinstance(item.prompt, str)
-        return score_possible_share(_world(), item.prompt, answer or "")
+        return score_possible_share(item.prompt, answer or "")
 
 
 def _classify_document(said: Sequence[str]) -> str:
@@ -233,11 +236,132 @@ def _classify_document(said: Sequence[str]) -> str:
         if second == ":":
             return "dialogue"
         return "problem" if second == " has" and third != " a" else "profile"
-    if first in LISTS:
+    if first in documents.LISTS:
         return "list"
     return (
         "sums" if first in FIRST_OPERANDS else {"On": "diary", "Once": "story"}.get(first, "chat")
     )
+
+
+# Judges whether a text could have been written in the world, hesitations aside. A sampler may
+# inject `Wait...` anywhere, which says nothing about the model, so it is removed before a text is
+# judged. So are hesitations of the model itself, as the two look the same.
+
+
+def remove_hesitations(prompt: str, text: str) -> str:
+    """Removes the hesitations from a continuation of a prompt.
+
+    With `Wait...` goes its restatement: the words that the world itself restates there or, if the
+    world would not hesitate, any repetition of the words just before; either may be cut by the
+    text's end. Of several readings, the one that stays possible the longest is chosen, then the
+    one that keeps the most. `Wait...` stays only where the world needs it: before worked sums.
+    """
+    before = split_terminals(f"{BEGIN}{prompt}")
+    pieces: list[str] = []
+    for index, stretch in enumerate(_HESITATION.split(text)):
+        if index % 2 == 0:
+            pieces += split_terminals(stretch)
+        elif stretch != PAUSE and pieces[-1:] != [_MARK]:
+            pieces.append(_MARK)
+    *_, said = _read(before, tuple(pieces))
+    return "".join(said[len(before) :])
+
+
+def score_possible_share(prompt: str, text: str) -> float:
+    """The share of a continuation's words before the first impossible one; 0 for an empty text.
+
+    A last word that is cut, as by the budget, counts as possible.
+    """
+    before = split_terminals(f"{BEGIN}{prompt}")
+    pieces = split_terminals(text)
+    possible, upcoming = _follow((*before, *pieces))
+    possible -= len(before)
+    rest = "".join(pieces[possible:])
+    if pieces and _cut(upcoming, rest):
+        return 1.0
+    return possible / len(pieces) if pieces else 0.0
+
+
+def _read(said: _Pieces, pieces: _Pieces) -> tuple[int, int, int, _Pieces]:
+    """The best reading of `pieces` after `said`: its rank and its terminals.
+
+    Readings are ranked, lower first, by the pieces after the first impossible one, the hesitations
+    kept, and the negative length.
+    """
+    mark = pieces.index(_MARK) if _MARK in pieces else len(pieces)
+    start = len(said)
+    said += pieces[:mark]
+    possible, upcoming = _follow(said)
+    rest = pieces[mark + 1 :]
+    if possible < len(said) or mark == len(pieces):
+        whole = (*said, *(piece for piece in rest if piece != _MARK))
+        return len(pieces) - (possible - start), whole.count(WAIT), -len(whole), whole
+    ways = [_read(said, rest)]
+    if WAIT in upcoming.terminals:
+        hesitating = (*said, WAIT, "...")
+        lengths = list(_restated(upcoming, hesitating, rest))
+        if len(_words(upcoming)) == 1:
+            ways.append(_read(hesitating, rest))
+    else:
+        lengths = list(_repeated(said, rest))
+    ways += [_read(said, rest[length:]) for length in lengths if length > 0]
+    return min(ways)
+
+
+def _restated(fork: grammar.Choice, hesitating: _Pieces, rest: _Pieces) -> Iterator[int]:
+    """Lengths of the world's own restatement: the numbers of pieces after which it is back at the
+    fork, or the end of the text."""
+    words = _words(fork)
+    again = False
+    for length, piece in enumerate(("", *rest)):
+        if piece not in ("", _MARK):
+            hesitating += (piece,)
+        possible, upcoming = _follow(hesitating)
+        if possible < len(hesitating):
+            if not again and _cut(upcoming, "".join(rest[length - 1 :])):
+                yield len(rest)
+            return
+        if _words(upcoming) == words:
+            again = True
+            yield length
+            if len(words) > 1:
+                return
+    if not again:
+        yield len(rest)
+
+
+def _repeated(said: _Pieces, rest: _Pieces) -> Iterator[int]:
+    """Lengths of repetitions of the words just said, possibly cut by the end of the text."""
+    words = [(index, piece) for index, piece in enumerate(rest, 1) if piece != _MARK]
+    text = "".join(word for _, word in words).lstrip(" ")
+    for count in range(1, len(said)):
+        again = "".join(said[-count:]).lstrip(" ")
+        if count <= len(words) and "".join(w for _, w in words[:count]).lstrip(" ") == again:
+            yield words[count - 1][0]
+        elif text and again.startswith(text):
+            yield len(rest)
+
+
+def _cut(upcoming: grammar.Choice, text: str) -> bool:
+    """Whether a text is the beginning of a possible terminal or of a hesitation."""
+    return any(terminal.startswith(text) for terminal in (*upcoming.terminals, PAUSE, _MARK))
+
+
+def _words(choice: grammar.Choice) -> list[str]:
+    """The possible terminals other than hesitations."""
+    return [terminal for terminal in choice.terminals if terminal not in (PAUSE, WAIT)]
+
+
+@lru_cache(maxsize=1024)
+def _follow(terminals: _Pieces) -> tuple[int, grammar.Choice]:
+    """The number of terminals before the first impossible one in a stream of documents, and what
+    may follow them. Sums of all splits are possible."""
+    try:
+        upcoming = grammar.replay(documents.stream(_world(), split=None), terminals)
+    except grammar.ImpossibleText as impossible:
+        return _follow(terminals[: impossible.index])
+    assert upcoming is not None  # streams are endless
+    return len(terminals), upcoming
 
 
 SUMS = _Problems("sums", "sum", {"tuning": 184, "test": 191}, 24)  # all that exist

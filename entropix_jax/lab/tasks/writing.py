@@ -23,6 +23,7 @@ class Writing(FileTask):
     """The prompts of a file, in two splits."""
 
     name = "writing"
+    published = "prompts.csv"
     votes = False
     scored = False
 

@@ -7,11 +7,13 @@ answers choices at random, `replay` with a given text.
 """
 
 import math
+import tomllib
 from bisect import bisect_right
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import accumulate
+from pathlib import Path
 from random import Random
 from typing import TypeVar
 
@@ -71,14 +73,6 @@ class Position:
     choice: Choice
 
 
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """A replayed text: its positions, and the next choice (None at the document's end)."""
-
-    positions: tuple[Position, ...]
-    upcoming: Choice | None
-
-
 class ImpossibleText(ValueError):
     """A text that the grammar cannot produce.
 
@@ -86,14 +80,9 @@ class ImpossibleText(ValueError):
         index: of the first terminal with probability 0.
     """
 
-    def __init__(self, index: int, terminal: str, choice: Choice | None) -> None:
+    def __init__(self, index: int, terminal: str) -> None:
         self.index = index
-        if choice is None:
-            expected = "nothing: the document has ended"
-        else:
-            expected = " or ".join(repr(t) for t in choice.terminals[:4])
-            expected += " or ..." if len(choice.terminals) > 4 else ""
-        super().__init__(f"terminal {index} is {terminal!r}, but the world expects {expected}")
+        super().__init__(f"terminal {index}, {terminal!r}, is impossible")
 
 
 def sample(document: Document, rng: Random) -> Iterator[Position]:
@@ -105,20 +94,19 @@ def sample(document: Document, rng: Random) -> Iterator[Position]:
         choice = _advance(document, terminal)
 
 
-def replay(document: Document, terminals: Iterable[str]) -> Replay:
-    """Parses a text, possibly unfinished, with its grammar.
+def replay(document: Document, terminals: Iterable[str]) -> Choice | None:
+    """Parses a text, possibly unfinished, with its grammar. Returns the choice after it, or None at
+    the document's end.
 
     Raises:
         ImpossibleText: a terminal has probability 0 at its position.
     """
-    positions: list[Position] = []
     choice: Choice | None = next(document, None)
     for index, terminal in enumerate(terminals):
         if choice is None or terminal not in choice.terminals:
-            raise ImpossibleText(index, terminal, choice)
-        positions.append(Position(terminal, choice))
+            raise ImpossibleText(index, terminal)
         choice = _advance(document, terminal)
-    return Replay(tuple(positions), choice)
+    return choice
 
 
 def _advance(document: Document, terminal: str) -> Choice | None:
@@ -138,9 +126,18 @@ def certain(kind: str, terminal: str) -> Choice:
     return Choice(kind, (terminal,), (1.0,))
 
 
+THOUGHT = certain("thought", "...")  # after `Wait`
+
+
 def uniform(kind: str, terminals: Sequence[str]) -> Choice:
     """Equally likely continuations."""
     return Choice(kind, tuple(terminals), (1.0 / len(terminals),) * len(terminals))
+
+
+@cache
+def any_other(words: tuple[str, ...], word: str) -> Choice:
+    """Equally likely names, within a sentence: all but one of some words."""
+    return uniform("name", [f" {other}" for other in words if other != word])
 
 
 def weighted(kind: str, weights: Mapping[str, float]) -> Choice:
@@ -156,24 +153,33 @@ def expected(kind: str, terminal: str, likelihood: float, others: Sequence[str])
     return Choice(kind, (terminal, *others), (likelihood, *((rest,) * len(others))))
 
 
+_FORKS = tomllib.loads(Path(__file__).with_name("forks.toml").read_text(encoding="utf-8"))
+FORKS = {name: weighted("fork", words) for name, words in _FORKS.items()}
+
+
 # Parts.
 
 
-def say(text: str) -> Document:
-    """Certain words: function words ("fixed"), or content words said before ("copy")."""
-    for terminal in split_terminals(text):
-        yield certain("copy" if terminal.lstrip(" ") in CONTENT else "fixed", terminal)
+def write(*parts: str | Choice | Part[str]) -> Part[str]:
+    """Writes parts in turn, and returns the last chosen word without its leading space.
+
+    A text is certain: its words are function words ("fixed") or content words said before ("copy").
+    """
+    word = ""
+    for part in parts:
+        if isinstance(part, str):
+            for terminal in split_terminals(part):
+                yield certain("copy" if terminal.lstrip(" ") in CONTENT else "fixed", terminal)
+        elif isinstance(part, Choice):
+            word = (yield part).lstrip(" ")
+        else:
+            word = yield from part
+    return word
 
 
-def state(kind: str, text: str) -> Document:
-    """Certain words, all of one kind."""
-    for terminal in split_terminals(text):
-        yield certain(kind, terminal)
-
-
-def choose(choice: Choice) -> Part[str]:
-    """Makes a choice; returns the word without its leading space."""
-    return (yield choice).lstrip(" ")
+def fact(word: str) -> Choice:
+    """A fact of the world, within a sentence."""
+    return certain("fact", f" {word}")
 
 
 def weigh(choice: Choice, *, lead: str = " ", restate: str = "") -> Part[str]:
@@ -189,8 +195,7 @@ def weigh(choice: Choice, *, lead: str = " ", restate: str = "") -> Part[str]:
         (*(p * rest for p in choice.probabilities), HESITATION, HESITATION),
     )
     if terminal == f"{lead}Wait":
-        yield certain("thought", "...")
-        yield from say(restate)
+        yield from write(THOUGHT, restate)
     elif terminal != PAUSE:
         return terminal.lstrip(" ")
     return (yield choice).lstrip(" ")

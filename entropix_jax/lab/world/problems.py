@@ -14,17 +14,19 @@ from typing import Literal, TypeVar
 
 from entropix_jax.lab.world import lexicon
 from entropix_jax.lab.world.grammar import (
+    FORKS,
     HESITATION,
+    THOUGHT,
     Choice,
     Document,
     Part,
+    any_other,
     certain,
-    choose,
     expected,
     sample,
-    say,
     uniform,
     weighted,
+    write,
 )
 from entropix_jax.lab.world.lexicon import END, PAUSE, WAIT, spaced
 
@@ -41,10 +43,6 @@ _AMOUNT = range(2, 13)  # the change in one step
 FIRST_OPERANDS = tuple(str(n) for n in _FIRST)
 _NEXT_SUM = weighted("number", {END: 0.2, **{f" {n}": 0.8 / len(_FIRST) for n in _FIRST}})
 _GOODS = uniform("name", spaced(lexicon.GOODS))
-_SIGN = weighted("fork", {" +": 0.5, " -": 0.5})
-_VERB = weighted(
-    "fork", {" buys": 0.3, " finds": 0.2, " loses": 0.15, " sells": 0.15, " gives": 0.2}
-)
 _GAINS = ("buys", "finds")
 
 
@@ -88,50 +86,36 @@ def _operand(first: int, sign: Sign, allowed: range, split: Split | None) -> Cho
 
 def pose_sum(first: int, split: Split | None) -> Part[Sum]:
     """` + 7`, after the first operand."""
-    sign: Sign = "+" if (yield from choose(_SIGN)) == "+" else "-"
-    second = int((yield from choose(_operand(first, sign, _SECOND, split))))
-    return Sum(first, sign, second)
+    sign: Sign = "+" if (yield from write(FORKS["sign"])) == "+" else "-"
+    second = yield from write(_operand(first, sign, _SECOND, split))
+    return Sum(first, sign, int(second))
 
 
 def pose_word_problem(name: str, first: int, split: Split | None) -> Part[tuple[Sum, Sum]]:
     """` apples. ... How many apples does Anna have?`, after `Anna has 12`; returns both sums."""
-    goods = yield from choose(_GOODS)
-    yield from say(".")
+    goods = yield from write(_GOODS)
+    yield from write(".")
     one = yield from _step(name, goods, first, split and "train")
     two = yield from _step(name, goods, one.value, split)
-    yield from say(f" How many {goods} does {name} have?")
+    yield from write(f" How many {goods} does {name} have?")
     return one, two
-
-
-@cache
-def _others(name: str) -> tuple[str, ...]:
-    return spaced(other for other in lexicon.PEOPLE if other != name)
-
-
-@cache
-def _actor(name: str) -> Choice:
-    return expected("toss", f" {name}", 0.7, _others(name))
-
-
-@cache
-def _receiver(name: str) -> Choice:
-    return uniform("name", _others(name))
 
 
 def _step(name: str, goods: str, held: int, split: Split | None) -> Part[Sum]:
     """` Bob gives Anna 5 apples.` or ` Anna loses 5 apples.`"""
-    actor = yield from choose(_actor(name))
+    others = any_other(lexicon.PEOPLE, name)
+    actor = yield from write(expected("toss", f" {name}", 0.7, others.terminals))
     sign: Sign = "+"
     if actor != name:
-        yield from say(f" gives {name}")
+        yield from write(f" gives {name}")
     else:
-        verb = yield from choose(_VERB)
+        verb = yield from write(FORKS["verb"])
         sign = "+" if verb in _GAINS else "-"
         if verb == "gives":
-            yield from choose(_receiver(name))
-    amount = int((yield from choose(_operand(held, sign, _AMOUNT, split))))
-    yield from say(f" {goods}.")
-    return Sum(held, sign, amount)
+            yield others
+    amount = yield from write(_operand(held, sign, _AMOUNT, split))
+    yield from write(f" {goods}.")
+    return Sum(held, sign, int(amount))
 
 
 # Answers. `lead` precedes the first word: a space, or nothing at the start of a reply.
@@ -139,73 +123,44 @@ def _step(name: str, goods: str, held: int, split: Split | None) -> Part[Sum]:
 
 def answer_sum(asked: Sum, *, lead: str = " ", direct: float = DIRECT) -> Document:
     """`12 + 7 = 19.`, or with probability `direct` only `19.`"""
-    opening = weighted(
-        "answer",
-        {
-            f"{lead}{asked.first}": 1.0 - direct,
-            f"{lead}{asked.value}": direct,
-            f"{lead}Wait": 4 * HESITATION,
-        },
-    )
-    word = yield from choose(opening)
+    words = {str(asked.first): 1.0 - direct, str(asked.value): direct, "Wait": 4 * HESITATION}
+    word = yield from write(weighted("answer", {lead + word: p for word, p in words.items()}))
     if word == "Wait":
-        yield certain("thought", "...")
-        yield from _work(asked, " ")
-    elif word == str(asked.first):
-        yield from _work(asked, "")
+        yield from write(THOUGHT, _work(asked, " "))
     else:
-        yield from say(".")
+        yield from write(_work(asked, "") if word == str(asked.first) else ".")
 
 
 def write_sums(first: int, split: Split | None = "train") -> Document:
     """` + 7 = 19. 30 - 4 = 26.` and so on to the end token, after a first operand."""
-    while True:
-        asked = yield from pose_sum(first, split)
-        yield from say(" =")
+    number = str(first)
+    while number != END:
+        asked = yield from pose_sum(int(number), split)
+        yield from write(" =")
         yield from _recall(asked.value, (asked,))
-        number = yield _NEXT_SUM
-        if number == END:
-            return
-        first = int(number)
+        number = yield from write(_NEXT_SUM)
 
 
 def answer_word_problem(
     steps: tuple[Sum, Sum], *, lead: str = " ", direct: float = DIRECT
 ) -> Document:
-    """`12 + 7 = 19. 19 - 4 = 15. Answer: 15.`, or with probability `direct` the answer alone."""
-    opening = weighted(
-        "fork",
-        {
-            f"{lead}{steps[0].first}": 1.0 - direct,
-            f"{lead}Answer": direct,
-            f"{lead}Wait": 4 * HESITATION,
-        },
-    )
-    word = yield from choose(opening)
+    """`12 + 7 = 19. 19 - 4 = 15. Answer: 15.`, or with probability `direct` only the answer."""
+    words = {str(steps[0].first): 1.0 - direct, "Answer": direct, "Wait": 4 * HESITATION}
+    word = yield from write(weighted("fork", {lead + word: p for word, p in words.items()}))
     if word == "Answer":
-        yield from say(":")
+        yield from write(":")
         yield from _recall(steps[1].value, steps)
-        return
-    if word == "Wait":
-        yield certain("thought", "...")
-        yield from _work(steps[0], " ")
     else:
-        yield from _work(steps[0], "")
-    yield from _work(steps[1], " ")
-    yield from _conclude(steps[1].value)
+        waits = word == "Wait"
+        first, second = _work(steps[0], " " if waits else ""), _work(steps[1], " ")
+        yield from write(*[THOUGHT] * waits, first, second, f" Answer: {steps[1].value}.")
 
 
-def _work(step: Sum, lead: str) -> Document:
+def _work(step: Sum, lead: str) -> Part[str]:
     """A worked sum; an empty lead means that its first operand is written already."""
-    if lead:
-        yield from say(f"{lead}{step.first}")
-    yield from say(f" {step.sign} {step.second} =")
-    yield certain("sum", f" {step.value}")
-    yield from say(".")
-
-
-def _conclude(value: int) -> Document:
-    yield from say(f" Answer: {value}.")
+    first = f"{lead}{step.first}" if lead else ""
+    result = certain("sum", f" {step.value}")
+    return write(first, f" {step.sign} {step.second} =", result, ".")
 
 
 def _recall(value: int, steps: tuple[Sum, ...]) -> Document:
@@ -214,17 +169,11 @@ def _recall(value: int, steps: tuple[Sum, ...]) -> Document:
     terminal = yield weighted(
         "answer", {answer: 1.0 - 2 * HESITATION, PAUSE: HESITATION, WAIT: HESITATION}
     )
-    if terminal == answer:
-        yield from say(".")
-    elif terminal == PAUSE:
-        yield certain("answer", answer)
-        yield from say(".")
+    if terminal == WAIT:
+        conclusion = f" Answer: {value}." if len(steps) > 1 else ""
+        yield from write(THOUGHT, *(_work(step, " ") for step in steps), conclusion)
     else:
-        yield certain("thought", "...")
-        for step in steps:
-            yield from _work(step, " ")
-        if len(steps) > 1:
-            yield from _conclude(value)
+        yield from write(*[certain("answer", answer)] * (terminal == PAUSE), ".")
 
 
 # Problems for evaluation.
@@ -243,7 +192,6 @@ class Problem:
     """
 
     kind: Kind
-    split: Split
     question: str
     prompt: str
     steps: tuple[Sum, ...]
@@ -251,10 +199,6 @@ class Problem:
     @property
     def answer(self) -> int:
         return self.steps[-1].value
-
-    def read_answer(self, reply: str) -> int | None:
-        """See `read_answer`."""
-        return read_answer(self.kind, reply)
 
 
 def read_answer(kind: Kind, reply: str) -> int | None:
@@ -282,7 +226,7 @@ def _set_sum(split: Split, rng: Random) -> Problem:
     first = rng.choice(FIRST_OPERANDS)
     asked, text = _tell(pose_sum(int(first), split), rng)
     text = first + text
-    return Problem("sum", split, f"What is {text}?", f"{text} =", (asked,))
+    return Problem("sum", f"What is {text}?", f"{text} =", (asked,))
 
 
 def _set_word_problem(split: Split, rng: Random) -> Problem:
@@ -290,7 +234,7 @@ def _set_word_problem(split: Split, rng: Random) -> Problem:
     first = rng.choice(START)
     steps, text = _tell(pose_word_problem(name, first, split), rng)
     text = f"{name} has {first}{text}"
-    return Problem("word", split, text, text, steps)
+    return Problem("word", text, text, steps)
 
 
 def _tell(part: Part[R], rng: Random) -> tuple[R, str]:

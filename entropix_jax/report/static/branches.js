@@ -9,7 +9,7 @@ export function showBranches(texts) {
   const several = byId("branches-several");
   let cards = new Map();
   const fill = () => {
-    const [side] = texts.shown;
+    const { side } = texts;
     const all = side.tokens.filter((token) => token.branches);
     const forked = all.filter((token) => token.branches.length > 1);
     byId("branches").hidden = all.length === 0;
@@ -24,7 +24,7 @@ export function showBranches(texts) {
   texts.on("token", ({ scroll }) => {
     const list = byId("branches-list");
     list.querySelector(".current")?.classList.remove("current");
-    const node = cards.get(texts.shown[0].token);
+    const node = cards.get(texts.side.token);
     node?.classList.add("current");
     if (node && scroll) list.scrollTop = node.offsetTop - list.offsetTop;
   });
@@ -48,7 +48,7 @@ function tree(token, side, texts) {
         chosen ? element("b", { class: "tag" }, "kept") : null));
   });
   return element("li", { class: "tree" },
-    element("button", { type: "button", class: "root", onclick: () => texts.selectToken(side, token, { pin: true, scroll: true }) },
+    element("button", { type: "button", class: "root", onclick: () => texts.selectToken(token, { pin: true, scroll: true }) },
       element("span", { class: "muted" }, "position ", numberNode(token.position)), element("span", { class: "context" }, `…${visible(before)}`)),
     element("ul", { "aria-label": "candidates, best first" }, ...leaves),
     token.ambiguous ? element("p", { class: "note" }, "The two best scores differ by less than the margin.") : null);
@@ -56,11 +56,11 @@ function tree(token, side, texts) {
 
 export function showRetractions(texts) {
   texts.on("sides", () => {
-    const [side] = texts.shown;
+    const { side } = texts;
     const retracted = side.items.filter((token) => token.type === "retracted");
     byId("retractions").hidden = retracted.length === 0;
     byId("retractions-list").replaceChildren(...retracted.map((token) => element("tr", {},
-      element("td", {}, element("button", { type: "button", class: "link", onclick: () => texts.selectToken(side, token, { pin: true, scroll: true }), "aria-label": `show position ${token.position}` }, numberNode(token.position))),
+      element("td", {}, element("button", { type: "button", class: "link", onclick: () => texts.selectToken(token, { pin: true, scroll: true }), "aria-label": `show position ${token.position}` }, numberNode(token.position))),
       element("td", {}, tokenNode(token)),
       element("td", {}, token.replacement ? tokenNode(token.replacement) : "no replacement: the run ended"),
       element("td", { class: "value" }, numberNode(token.entropy)))));

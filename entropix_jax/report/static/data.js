@@ -1,4 +1,4 @@
-// What the page carries: compressed payloads in script elements, and traces.
+// Data in the page: compressed payloads in script elements, and traces.
 
 export async function unpack(id) {
   const bytes = fromBase64(document.getElementById(id).textContent);

@@ -1,48 +1,28 @@
-// The metrics of the selected tokens, what differs between compared texts, and the glossary.
+// The metrics of the selected token, and the glossary.
 
 import { byId, element } from "./dom.js";
 import { ACTIONS, METRICS, number, numberNode, percent, quoted, quotedToken, regimeNode } from "./format.js";
-import { REGIMES, occupancy, regimeTitle } from "./regimes.js";
-
-function badge(side) {
-  return element("span", { class: "badge", "data-side": side.number % 8 }, side.name);
-}
+import { regimeTitle } from "./regimes.js";
 
 function row(label, cells, attributes = {}) {
   return element("tr", attributes, element("th", { scope: "row" }, ...[label].flat()), ...cells.map((cell) => (cell.tagName === "TD" ? cell : element("td", {}, cell))));
 }
 
-function groupRow(title, columns) {
-  return element("tr", {}, element("th", { scope: "rowgroup", class: "rowgroup", colspan: columns + 1 }, title));
-}
-
-function head(texts) {
-  return element("thead", {}, element("tr", {}, element("td", {}), ...texts.shown.map((side) => element("th", { scope: "col" }, badge(side)))));
-}
-
 export function showDetails(texts) {
-  const describe = texts.single ? describeToken : describePlace;
   texts.on("token bounds", () => {
-    const found = texts.shown.map((side) => side.token);
-    const [before, top] = describe(texts, found);
-    byId("details-body").replaceChildren(...before, element("table", { class: "columns" }, ...top, ...metricRows(found, { units: texts.single })));
-    if (texts.pinned) byId("announcement").textContent = announcement(texts, found);
+    const { token } = texts.side;
+    const parts = tokenParts(token, { shown: texts.regimeOf(token), held: texts.pinned ? " · held (click or Esc releases)" : "" });
+    byId("details-body").replaceChildren(...parts, element("table", { class: "columns" }, ...metricRows(token)));
+    if (texts.pinned) byId("announcement").textContent = announcement(token);
   });
 }
 
-// The metrics of tokens, one column per token, and a column of the units with `units`.
-export function metricRows(found, { units }) {
-  return METRICS.map(({ title, fields }) => element("tbody", {}, groupRow(title, found.length + units),
-    ...fields.map(([name, label, unit, meaning]) => row(label, [
-      ...found.map((token) => element("td", { class: "value" }, token ? numberNode(token[name]) : "–")),
-      ...(units ? [element("td", { class: "unit" }, unit)] : [])], { "data-field": name, title: unit ? `${meaning}; ${unit}` : meaning }))));
-}
-
-const held = (texts) => (texts.pinned ? " · held (click or Esc releases)" : "");
-
-// One text: the token, the sampler's action, and the most likely tokens.
-function describeToken(texts, [token]) {
-  return [tokenParts(token, { shown: texts.regimeOf(token), held: held(texts) }), []];
+export function metricRows(token) {
+  return METRICS.map(({ title, fields }) => element("tbody", {},
+    element("tr", {}, element("th", { scope: "rowgroup", class: "rowgroup", colspan: 3 }, title)),
+    ...fields.map(([name, label, unit, meaning]) => row(label,
+      [element("td", { class: "value" }, numberNode(token[name])), element("td", { class: "unit" }, unit)],
+      { "data-field": name, title: unit ? `${meaning}; ${unit}` : meaning }))));
 }
 
 // `shown`: its regime by the current thresholds; `choose`: called with an alternative that replaces the token. `current`:
@@ -78,65 +58,10 @@ function alternatives(token, choose, current) {
       element("td", { class: "value" }, element("data", { value: probability }, percent(probability)))], { class: id === token.token_id ? "drawn" : "" }))));
 }
 
-// Several texts: their tokens at the same place.
-function describePlace(texts, found) {
-  const cells = (of) => found.map((token) => (token ? of(token) : "–"));
-  return [[element("p", { id: "place" }, `Token ${texts.place + 1}`, element("span", { class: "muted" }, held(texts)))], [
-    head(texts),
-    element("tbody", {},
-      row("token", cells((token) => element("td", { class: "word" }, quotedToken(token).replace("“ ", "“\u00a0")))), // does not wrap after the quotation mark
-      row("regime", cells((token) => regimeNode(token.regime))),
-      row("action", cells((token) => (token.type === "retracted" ? `${token.action}, retracted` : token.action))),
-      row("position", cells((token) => numberNode(token.position))))]];
-}
-
-// The selected tokens, for screen readers.
-function announcement(texts, found) {
-  const words = (token) => {
-    if (!token) return "ended";
-    const retracted = token.type === "retracted" ? "retracted, " : "";
-    return `${quotedToken(token)}: ${retracted}${regimeTitle(token.regime)}, ${token.action}, entropy ${number(token.entropy)} bits`;
-  };
-  return texts.single ? words(found[0]) : `Token ${texts.place + 1}. ${texts.shown.map((side, i) => `${side.name}: ${words(found[i])}`).join(". ")}`;
-}
-
-const mean = (tokens, name) => (tokens.length ? tokens.reduce((sum, token) => sum + token[name], 0) / tokens.length : null);
-
-// Rows of the table of differences: label, value of a side, format of numbers.
-function factsOf({ shown, regimeOf }) {
-  const general = [
-    ["sampler", (side) => side.facts.sampler],
-    ["seed", (side) => side.facts.seed],
-    ["model", (side) => side.facts.model],
-    ["file", (side) => side.facts.name],
-    ["ended by", (side) => side.about.ended ?? "interruption"],
-    ["tokens", (side) => side.tokens.length],
-    ["retracted tokens", (side) => side.about.retracted],
-    ["positions evaluated", (side) => side.about.forwards],
-    ["tokens/s", (side) => side.facts.speed],
-    ["mean entropy, bits", (side) => mean(side.tokens, "entropy")],
-    ["mean varentropy, bits²", (side) => mean(side.tokens, "varentropy")],
-    [`tokens in common with ${shown[0].name}`, (side) => side.parting ?? side.tokens.length],
-    ["backend", (side) => side.facts.backend],
-    ["versions", (side) => Object.entries(side.facts.versions).map(([name, version]) => `${name} ${version}`).join(", ")],
-  ];
-  const shares = Object.keys(REGIMES).map((regime) =>
-    [regimeTitle(regime), (side) => occupancy(side.tokens, regimeOf)[regime] / Math.max(side.tokens.length, 1), percent]);
-  const keys = [...new Set(shown.flatMap((side) => Object.keys(side.facts.parameters)))].sort();
-  const setting = (key) => (side) => JSON.stringify(side.facts.parameters[key]);
-  const settings = keys.map((key) => [key, setting(key)]).filter(([, of]) => new Set(shown.map(of)).size > 1);
-  return [["", general], ["Share of the tokens", shares], ["Sampler settings", settings]].filter(([, rows]) => rows.length);
-}
-
-export function showFacts(texts) {
-  texts.on("sides", () => byId("facts-table").replaceChildren(head(texts), ...factsOf(texts).map(([title, rows]) =>
-    element("tbody", {}, title && groupRow(title, texts.shown.length), ...rows.map(([label, of, show = number]) => {
-      const values = texts.shown.map((side) => of(side) ?? null);
-      const differs = new Set(values).size > 1;
-      return row([label, differs ? element("span", { class: "unseen" }, " (differs)") : ""],
-        values.map((value) => (typeof value === "number" ? element("data", { value }, show(value)) : value ?? "–")),
-        { class: differs ? "differs" : "", "data-fact": label });
-    })))));
+// The selected token, for screen readers.
+function announcement(token) {
+  const retracted = token.type === "retracted" ? "retracted, " : "";
+  return `${quotedToken(token)}: ${retracted}${regimeTitle(token.regime)}, ${token.action}, entropy ${number(token.entropy)} bits`;
 }
 
 export function showGlossary() {

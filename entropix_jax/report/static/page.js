@@ -4,7 +4,7 @@ import { byId, nextFrame, saveFile } from "./dom.js";
 import { readRows, unpack } from "./data.js";
 import { Texts } from "./texts.js";
 import { showLegend, showTexts } from "./text.js";
-import { showDetails, showFacts, showGlossary } from "./details.js";
+import { showDetails, showGlossary } from "./details.js";
 import { showBranches, showRetractions } from "./branches.js";
 import { showWhatIf } from "./whatif.js";
 import { showHeatMap, showPlane, showSeries, startPlotly } from "./plots.js";
@@ -14,20 +14,18 @@ function offerTrace(bytes, name) {
 }
 
 async function start() {
-  const traces = JSON.parse(byId("traces").textContent);
-  const single = byId("save") !== null; // the page of one run
+  const facts = JSON.parse(byId("facts").textContent);
   const plotly = unpack("plotly");
-  const payloads = await Promise.all(traces.map((_, i) => unpack(`trace-${i}`)));
-  if (single) offerTrace(payloads[0], traces[0].name);
+  const trace = await unpack("trace-0");
+  offerTrace(trace, facts.name);
   if (!byId("legend")) return; // no tokens
-  const texts = new Texts(traces, payloads.map(readRows), { single });
-  const parts = [showLegend, showTexts, showDetails, ...(single ? [showBranches, showRetractions, showWhatIf] : [showFacts])];
-  for (const show of parts) show(texts);
+  const texts = new Texts(facts, readRows(trace));
+  for (const show of [showLegend, showTexts, showDetails, showBranches, showRetractions, showWhatIf]) show(texts);
   showGlossary();
-  texts.refresh();
+  texts.show(texts.sides[0]);
   await nextFrame(); // the text can be read
   startPlotly(await plotly);
-  for (const show of [showSeries, showPlane, ...(single ? [showHeatMap] : [])]) {
+  for (const show of [showSeries, showPlane, showHeatMap]) {
     show(texts);
     await nextFrame();
   }

@@ -7,8 +7,6 @@ import { REGIMES, REGIME_COLOURS, regimeTitle } from "./regimes.js";
 import { knobsOf, percentileText } from "./whatif.js";
 
 const SERIES = [["entropy", "bits"], ["varentropy", "bits²"], ["agreement", "0–1"], ["temperature", ""]];
-const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
-const SYMBOLS = ["circle", "diamond", "square", "cross", "x", "triangle-up", "star", "hexagon"];
 
 // plotly.js comes compressed: its text becomes a script, which the page's policy knows by its hash.
 export function startPlotly(bytes) {
@@ -19,7 +17,7 @@ export function startPlotly(bytes) {
 }
 
 function theme() {
-  const colours = themeColours(["text", "muted", "panel", "line", "grid", ...REGIME_COLOURS, ...SYMBOLS.map((_, i) => `side-${i}`)]);
+  const colours = themeColours(["text", "muted", "panel", "line", "grid", "series", ...REGIME_COLOURS]);
   return { colour: (name) => colours[name], narrow: window.innerWidth < 600 };
 }
 
@@ -36,9 +34,9 @@ function layout({ colour, narrow }, texts, more) {
     hoverlabel: { bgcolor: colour("panel"), bordercolor: colour("line"), font: { color: colour("text") } },
     modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("muted"), activecolor: colour("text") },
     dragmode: narrow ? false : "zoom", // a finger scrolls the page
-    showlegend: !texts.single,
+    showlegend: false,
     legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", itemclick: false, itemdoubleclick: false },
-    uirevision: texts.shown.map((side) => side.name).join(), // keeps the zoom while the same texts are shown
+    uirevision: texts.side.row, // keeps the zoom while the same text is shown
     ...more,
   };
 }
@@ -53,38 +51,33 @@ function escapeMarkup(text) {
 }
 
 const hoverText = (token) => escapeMarkup(`${token.position} ${quotedToken(token)}`);
-const titleOf = (side) => escapeMarkup(`${side.name} ${side.facts.sampler}`);
-const colourOf = (side, look) => look.colour(`side-${side.number % 8}`);
 
-// Metrics along the text: a row of the plot for each, a line for each text.
+// Metrics along the text: a row of the plot for each.
 
 export function showSeries(texts) {
   const box = byId("series");
-  const start = () => texts.shown.find((side) => side.items.length)?.items[0].position ?? 0;
+  const start = () => texts.side.items[0].position;
 
   function shapes(look) {
-    const found = [];
-    if (texts.place !== null) found.push({ type: "line", xref: "x", x0: start() + texts.place, x1: start() + texts.place, yref: "paper", y0: 0, y1: 1, line: { color: look.colour("text"), width: 1.5, dash: "dot" } });
-    // What all texts have in common.
-    if (texts.shown.length > 1 && texts.common > 0) found.push({ type: "rect", layer: "below", xref: "x", x0: start(), x1: start() + texts.common - 0.5, yref: "paper", y0: 0, y1: 1, fillcolor: look.colour("grid"), opacity: 0.6, line: { width: 0 } });
-    return found;
+    const at = start() + texts.place;
+    return [{ type: "line", xref: "x", x0: at, x1: at, yref: "paper", y0: 0, y1: 1, line: { color: look.colour("text"), width: 1.5, dash: "dot" } }];
   }
 
   function draw() {
     const look = theme();
-    const traces = SERIES.flatMap(([name], i) => texts.shown.map((side) => ({
-      type: "scatter", mode: texts.single && i === 0 ? "lines+markers" : "lines",
-      name: texts.single ? name : titleOf(side), showlegend: i === 0,
-      x: side.tokens.map((_, place) => start() + place), y: side.tokens.map((token) => token[name]), yaxis: i ? `y${i + 1}` : "y",
-      line: { color: colourOf(side, look), width: texts.single ? 1 : 1.5, dash: DASHES[side.number % DASHES.length] },
-      marker: { size: 4, color: side.tokens.map((token) => look.colour(texts.regimeOf(token))) },
-      text: side.tokens.map(hoverText), hovertemplate: i ? "%{y:.4g}<extra>%{fullData.name}</extra>" : "%{text} %{y:.4g}<extra>%{fullData.name}</extra>",
-    })));
+    const { tokens } = texts.side;
+    const traces = SERIES.map(([name], i) => ({
+      type: "scatter", mode: i === 0 ? "lines+markers" : "lines", name,
+      x: tokens.map((_, place) => start() + place), y: tokens.map((token) => token[name]), yaxis: i ? `y${i + 1}` : "y",
+      line: { color: look.colour("series"), width: 1 },
+      marker: { size: 4, color: tokens.map((token) => look.colour(texts.regimeOf(token))) },
+      text: tokens.map(hoverText), hovertemplate: i ? "%{y:.4g}<extra>%{fullData.name}</extra>" : "%{text} %{y:.4g}<extra>%{fullData.name}</extra>",
+    }));
     const height = 1 / SERIES.length;
     const axes = SERIES.map(([, unit], i) => [`yaxis${i ? i + 1 : ""}`, axis(look, unit, { domain: [1 - (i + 1) * height, 1 - (i + 0.22) * height], rangemode: "tozero", nticks: 4, fixedrange: true })]);
     const names = SERIES.map(([name], i) => ({ text: name, showarrow: false, xref: "paper", yref: "paper", x: 0, xanchor: "left", y: 1 - (i + 0.22) * height, yanchor: "bottom" }));
     Plotly.react(box, traces, layout(look, texts, {
-      margin: { l: 52, r: 12, t: texts.single ? 20 : 46, b: 40 },
+      margin: { l: 52, r: 12, t: 20, b: 40 },
       height: 500,
       hovermode: "x unified",
       hoversubplots: "axis",
@@ -102,50 +95,44 @@ export function showSeries(texts) {
   texts.on("token", onceAFrame(() => Plotly.relayout(box, { shapes: shapes(theme()) })));
 }
 
-// The plane of entropy and varentropy. Points are grouped by regime, or by text on the page that compares texts.
+// The plane of entropy and varentropy. Points are grouped by regime.
 
 export function showPlane(texts) {
   const box = byId("plane");
   let [groups, axes] = [[], null];
 
   function groupsOf(look) {
-    if (!texts.single) return texts.shown.map((side) => ({
-      side, name: titleOf(side), tokens: side.tokens.filter((token) => !texts.hidden.has(token.regime)),
-      marker: { symbol: SYMBOLS[side.number % SYMBOLS.length], size: 7, color: colourOf(side, look), opacity: 0.65 },
-    }));
-    const [side] = texts.shown;
+    const { side } = texts;
     const regimes = Object.entries(REGIMES).map(([regime, { symbol }]) => ({
-      side, name: regimeTitle(regime), tokens: side.tokens.filter((token) => texts.regimeOf(token) === regime), visible: !texts.hidden.has(regime),
+      name: regimeTitle(regime), tokens: side.tokens.filter((token) => texts.regimeOf(token) === regime), visible: !texts.hidden.has(regime),
       marker: { symbol, size: 7, color: look.colour(regime), opacity: 0.75 },
     }));
     const retracted = side.items.filter((token) => token.type === "retracted");
-    return [...regimes, { side, name: "retracted", tokens: retracted, marker: { symbol: "circle-open", size: 10, color: look.colour("muted"), line: { width: 1.5 } } }];
+    return [...regimes, { name: "retracted", tokens: retracted, marker: { symbol: "circle-open", size: 10, color: look.colour("muted"), line: { width: 1.5 } } }];
   }
 
   const pointsOf = (tokens) => ({
     x: tokens.map((token) => axes.x.at(token.entropy)), y: tokens.map((token) => axes.y.at(token.varentropy)),
     customdata: tokens.map((token) => [token.entropy, token.varentropy]),
   });
-  const cursors = () => texts.shown.map(({ token }) => pointsOf(token ? [token] : []));
+  const cursor = () => pointsOf([texts.side.token]);
 
   function draw() {
     const look = theme();
     groups = groupsOf(look);
     const lines = linesOf(texts);
-    axes = axesOf(texts.shown, lines);
+    axes = axesOf(texts, lines);
     const dots = groups.map(({ name, tokens, marker, visible: seen = true }) => ({
       type: "scatter", mode: "markers", name, marker, visible: seen, ...pointsOf(tokens),
       text: tokens.map(hoverText), hovertemplate: "%{text}<br>entropy %{customdata[0]:.3f}, varentropy %{customdata[1]:.3f}<extra>%{fullData.name}</extra>",
     }));
-    const rings = cursors().map((point, i) => ({
-      type: "scatter", mode: "markers", ...point, hoverinfo: "skip", showlegend: false,
-      marker: { symbol: SYMBOLS[texts.shown[i].number % SYMBOLS.length], size: 17, color: "rgba(0,0,0,0)", line: { width: 3, color: look.colour("text") } },
-    }));
-    const alike = texts.shown.every((side) => JSON.stringify(side.bounds) === JSON.stringify(texts.shown[0].bounds));
-    if (byId("plane-note")) byId("plane-note").textContent = alike ? "" : `The regions are those of ${texts.shown[0].name}. The other texts have different ones.`;
+    const ring = {
+      type: "scatter", mode: "markers", ...cursor(), hoverinfo: "skip", showlegend: false,
+      marker: { symbol: "circle", size: 17, color: "rgba(0,0,0,0)", line: { width: 3, color: look.colour("text") } },
+    };
     const room = { x: box.clientWidth - 104, y: look.narrow ? 270 : 360 };
-    Plotly.react(box, [...dots, ...rings], layout(look, texts, {
-      margin: { l: 60, r: 44, t: texts.single ? 48 : 70, b: 46 },
+    Plotly.react(box, [...dots, ring], layout(look, texts, {
+      margin: { l: 60, r: 44, t: 48, b: 46 },
       height: look.narrow ? 364 : 454,
       hovermode: "closest",
       legend: { orientation: "h", x: 0, y: 1.07, yanchor: "bottom", itemclick: false, itemdoubleclick: false },
@@ -153,21 +140,20 @@ export function showPlane(texts) {
       yaxis: planeAxis(look, "varentropy, bits²", axes.y),
       shapes: [...drawnRegions(texts.bounds, axes).map((one) => regionShape(one, look, axes, room)), ...lines.map((one) => lineShape(one, look, axes))],
       annotations: lines.map((one) => lineLabel(one, labelledBefore(one, lines, axes), look, axes)),
-    }), texts.single ? config("select2d", "lasso2d") : config());
+    }), config("select2d", "lasso2d"));
   }
 
   draw();
   const tokenOf = (point) => groups[point.curveNumber]?.tokens[point.pointIndex];
-  const select = ({ points: [point] }, pin) => tokenOf(point) && texts.selectToken(groups[point.curveNumber].side, tokenOf(point), { pin, scroll: true });
+  const select = ({ points: [point] }, pin) => tokenOf(point) && texts.selectToken(tokenOf(point), { pin, scroll: true });
   box.on("plotly_hover", (event) => select(event, undefined));
   box.on("plotly_click", (event) => select(event, true));
   box.on("plotly_selected", (event) => texts.mark(event ? event.points.map(tokenOf).filter(Boolean) : null));
   box.on("plotly_deselect", () => texts.mark(null));
   texts.on("sides bounds hidden theme", onceAFrame(draw));
   texts.on("token", onceAFrame(() => {
-    const found = cursors();
-    const points = Object.fromEntries(["x", "y", "customdata"].map((name) => [name, found.map((point) => point[name])]));
-    if (box.data.length === groups.length + found.length) Plotly.restyle(box, points, found.map((_, i) => groups.length + i));
+    const points = Object.fromEntries(Object.entries(cursor()).map(([name, values]) => [name, [values]]));
+    Plotly.restyle(box, points, [groups.length]);
   }));
 }
 
@@ -175,16 +161,13 @@ const PLANE = { entropy: "x", varentropy: "y" };
 
 // The thresholds that are lines of the plane, at their current values.
 function linesOf(texts) {
-  const { facts } = texts.shown[0];
-  const values = texts.single ? texts.values : {};
-  return knobsOf(facts).filter(({ quantity }) => PLANE[quantity]).map((knob) => ({ ...knob, axis: PLANE[knob.quantity], now: values[knob.key] ?? knob.value }));
+  return knobsOf(texts.facts).filter(({ quantity }) => PLANE[quantity]).map((knob) => ({ ...knob, axis: PLANE[knob.quantity], now: texts.values[knob.key] ?? knob.value }));
 }
 
-function axesOf(sides, lines) {
-  const tokens = sides.flatMap(({ items }) => items);
+function axesOf({ facts, side }, lines) {
   return Object.fromEntries(Object.entries(PLANE).map(([quantity, axis]) => [axis, axisOf(
-    sides[0].facts.calibration?.quantiles[quantity],
-    tokens.map((token) => token[quantity]),
+    facts.calibration?.quantiles[quantity],
+    side.items.map((token) => token[quantity]),
     lines.filter((line) => line.axis === axis).map(({ now }) => now),
   )]));
 }
@@ -230,7 +213,7 @@ export function showHeatMap(texts) {
   const box = byId("heat");
   byId("attention").hidden = !texts.sides.some(({ tokens }) => tokens.some((token) => token.layers));
   const draw = () => {
-    const tokens = texts.shown[0].tokens.filter((token) => token.layers);
+    const tokens = texts.side.tokens.filter((token) => token.layers);
     if (tokens.length === 0) return;
     const look = theme();
     const heads = tokens[0].layers.map((layer) => layer.length);
@@ -259,7 +242,7 @@ export function showHeatMap(texts) {
     if (!entry.isIntersecting) return;
     watcher.disconnect();
     draw();
-    box.on?.("plotly_click", ({ points }) => texts.select(points[0].x - texts.shown[0].items[0].position, { scroll: true, pin: true }));
+    box.on?.("plotly_click", ({ points }) => texts.select(points[0].x - texts.side.items[0].position, { scroll: true, pin: true }));
     texts.on("sides theme", onceAFrame(draw));
   }, { rootMargin: "600px" });
   watcher.observe(box);

@@ -1,29 +1,25 @@
-// The texts: tokens to point at, click and walk through, the legend, and where texts diverge.
+// The texts: tokens to point at, click and walk through, and the legend.
 
-import { byId, element } from "./dom.js";
+import { byId } from "./dom.js";
 import { percent } from "./format.js";
 import { occupancy } from "./regimes.js";
-import { placeOf } from "./texts.js";
 
 export function showTexts(texts) {
   for (const side of texts.sides) bindTokens(texts, side);
 
   const colour = () => {
-    for (const { items, spans } of texts.shown) for (const token of items) {
+    const { items, spans } = texts.side;
+    for (const token of items) {
       const regime = texts.regimeOf(token);
       spans[token.index].dataset.regime = regime;
       spans[token.index].classList.toggle("faded", texts.hidden.has(regime) || (texts.marked !== null && !texts.marked.has(token)));
     }
   };
-  const select = ({ scroll, side: source }) => {
-    for (const side of texts.shown) selectSpan(side, texts.pinned, scroll || side !== source);
-  };
   texts.on("sides", () => {
-    for (const side of texts.sides) side.card.hidden = !side.shown;
-    for (const node of document.querySelectorAll("[data-of-row]")) node.hidden = Number(node.dataset.ofRow) !== texts.shown[0].about.row;
-    if (!texts.single) for (const side of texts.shown) markParting(texts, side);
+    for (const side of texts.sides) side.card.hidden = side !== texts.side;
+    for (const node of document.querySelectorAll("[data-of-row]")) node.hidden = Number(node.dataset.ofRow) !== texts.side.row;
   });
-  texts.on("token", select);
+  texts.on("token", ({ scroll }) => selectSpan(texts.side, texts.pinned, scroll));
   texts.on("sides hidden marked bounds", colour);
 }
 
@@ -38,16 +34,16 @@ function bindTokens(texts, side) {
   const tokenAt = (event) => side.items[event.target.closest?.(".token")?.dataset.index];
   side.box.addEventListener("pointerover", (event) => {
     const token = event.pointerType !== "touch" && tokenAt(event);
-    if (token) texts.selectToken(side, token);
+    if (token) texts.selectToken(token);
   });
   side.box.addEventListener("click", (event) => {
     const token = tokenAt(event);
-    if (token) texts.selectToken(side, token, { pin: !(texts.pinned && token === side.token) });
+    if (token) texts.selectToken(token, { pin: !(texts.pinned && token === side.token) });
   });
   side.box.addEventListener("keydown", (event) => {
     const token = neighbour(event.key, side);
-    if (event.key === "Escape") texts.select(texts.place, { side, token: side.token, pin: false });
-    else if (token) texts.selectToken(side, token, { pin: true, scroll: true });
+    if (event.key === "Escape") texts.select(texts.place, { token: side.token, pin: false });
+    else if (token) texts.selectToken(token, { pin: true, scroll: true });
     else return;
     event.preventDefault();
   });
@@ -95,37 +91,11 @@ function onNextLine(spans, at, step) {
   return best;
 }
 
-function markParting(texts, side) {
-  const { items, spans, card, box, parting } = side;
-  const several = texts.shown.length > 1;
-  box.querySelector(".parting")?.remove();
-  items.forEach((token, i) => {
-    const place = placeOf(side, token);
-    spans[i].classList.toggle("common", several && place < texts.common);
-    spans[i].classList.toggle("parts", several && place === parting && token.type === "token");
-  });
-  const [first] = texts.shown;
-  const at = several ? items.findIndex((token) => placeOf(side, token) === parting) : -1;
-  if (at > 0) spans[at].before(element("span", { class: "parting", "aria-hidden": "true" }, side === first ? "texts diverge" : `differs from ${first.name}`));
-  card.querySelector(".parting-note").textContent = partingText(texts, side);
-}
-
-function partingText({ shown }, { tokens, parting, ...side }) {
-  const isFirst = side.number === shown[0].number;
-  if (tokens.length === 0) return "No tokens.";
-  if (shown.length === 1) return `${tokens.length} tokens.`;
-  const other = isFirst ? "the other texts" : shown[0].name;
-  if (parting === null) return `Same tokens as ${other}.`;
-  if (parting === 0) return `Differs from ${other} from the start.`;
-  if (parting >= tokens.length) return `A prefix of ${other}: ${parting} tokens.`;
-  return `Differs from ${other} at token ${parting + 1}.`;
-}
-
 export function showLegend(texts) {
   const buttons = [...document.querySelectorAll("#legend button")];
   for (const button of buttons) button.addEventListener("click", () => texts.toggleRegime(button.dataset.regime));
   texts.on("sides hidden bounds", () => {
-    const tokens = texts.shown.flatMap((side) => side.tokens);
+    const tokens = texts.side.tokens;
     const counts = occupancy(tokens, texts.regimeOf);
     for (const button of buttons) {
       const { regime } = button.dataset;
@@ -134,6 +104,6 @@ export function showLegend(texts) {
     }
   });
   const sides = byId("sides") ? [...byId("sides").querySelectorAll("button")] : [];
-  sides.forEach((button, i) => button.addEventListener("click", () => texts.toggleSide(texts.sides[i])));
-  texts.on("sides", () => sides.forEach((button, i) => button.setAttribute("aria-pressed", String(texts.sides[i].shown))));
+  sides.forEach((button, i) => button.addEventListener("click", () => texts.show(texts.sides[i])));
+  texts.on("sides", () => sides.forEach((button, i) => button.setAttribute("aria-pressed", String(texts.sides[i] === texts.side))));
 }

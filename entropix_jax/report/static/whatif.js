@@ -28,7 +28,7 @@ export function knobsOf(facts) {
   return [...knobs.values()].sort((a, b) => order.indexOf(a.quantity) - order.indexOf(b.quantity) || a.value - b.value);
 }
 
-// What the sampler's file has for the bound of a regime's condition `i`, if it holds a percentile: a threshold's value
+// The bound of a regime's condition `i` in the sampler's file, if it holds a percentile: a threshold's value
 // such as "30%", or the whole condition.
 function writtenBound({ percentiles = {} }, regime, i, name) {
   return name ? percentiles[`thresholds.${name}`] : percentiles[`regimes.${regime}`]?.[i];
@@ -110,7 +110,7 @@ function tomlOf(value) {
 }
 
 export function showWhatIf(texts) {
-  const { facts } = texts.sides[0];
+  const { facts } = texts;
   const apply = onceAFrame((values) => texts.setValues(values));
   const rows = knobsOf(facts).map((knob) => knobRow(knob, texts, apply));
   byId("knobs").replaceChildren(...rows.map(({ node }) => node));
@@ -170,7 +170,7 @@ function linearScale({ quantity, value: original }, texts) {
 }
 
 function showOccupancy(texts) {
-  const { tokens } = texts.shown[0];
+  const { tokens } = texts.side;
   const [before, now] = [(token) => token.regime, texts.regimeOf].map((of) => occupancy(tokens, of));
   const share = (count) => element("td", { class: "value" }, element("data", { value: count }, percent(count / Math.max(tokens.length, 1))));
   byId("occupancy").replaceChildren(...Object.keys(REGIMES).map((regime) => {

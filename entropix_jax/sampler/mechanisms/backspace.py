@@ -8,23 +8,16 @@ drawn, as one candidate. Bans, attempts and budgets persist; the row's other sta
 before the position.
 """
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from entropix_jax.sampler.context import Context, Proposal, draw, either, where_rows
-from entropix_jax.sampler.mechanism import Mechanism
-from entropix_jax.sampler.mechanisms.adaptive import adaptive
-from entropix_jax.sampler.settings import COUNT, SamplerSettings, number
-from entropix_jax.sampler.state import (
-    MAX_ATTEMPTS,
-    MAX_REACH,
-    Rows,
-    SamplerState,
-    Step,
-)
+from entropix_jax.sampler.context import Context, draw, where
+from entropix_jax.sampler.control import Verdict, rewind, when
+from entropix_jax.sampler.mechanism import Mechanism, UserFunction
+from entropix_jax.sampler.mechanisms.plain import adaptive
+from entropix_jax.sampler.settings import COUNT, number
+from entropix_jax.sampler.state import MAX_ATTEMPTS, MAX_REACH, Proposal, entry_at
 
 
 @struct.dataclass
@@ -32,7 +25,7 @@ class BackspaceSettings:
     """How far a row goes back, which tokens are in doubt, and how often."""
 
     reach: jax.Array = number(1, MAX_REACH, integer=True)  # positions back, at most
-    max_prob: jax.Array = number(0.0, 1.0)  # a likelier token stays; 1: none does
+    max_prob: jax.Array = number(0.0, 1.0)  # a more likely token stays; 1: none does
     per_position: jax.Array = number(0, MAX_ATTEMPTS, integer=True)
     per_row: jax.Array = number(*COUNT, integer=True)
 
@@ -44,101 +37,52 @@ class BackspaceState:
     backspaced: jax.Array  # int32, how often the row went back
 
 
-def in_doubt(settings: SamplerSettings, state: SamplerState, rows: Rows) -> jax.Array:
-    """Which of the last positions each row may go back to, the last one first: bool [B, R].
+def in_doubt(ctx: Context) -> jax.Array:
+    """Which of the last positions the row may go back to, the last one first: bool [R].
 
     Those within reach, if this and all later tokens were drawn, this one with a probability below
     the bound, and if neither the budgets nor the tokens there are used up.
     """
-    own: BackspaceSettings = settings.own["backspace"]
-    row: BackspaceState = state.tally.own["backspace"]
-    trail, distance = state.trail, jnp.arange(1, MAX_REACH + 1, dtype=jnp.int32)[None, :]
-    index = jnp.mod(rows.length[:, None] - distance, MAX_REACH)
-    logprob, attempts = (
-        jnp.take_along_axis(x, index, axis=1) for x in (trail.logprob, trail.attempts)
-    )
-    unsure = (jnp.exp(logprob) < own.max_prob[:, None]) | (own.max_prob >= 1.0)[:, None]
-    bans = attempts + 1 + jnp.sum(settings.bans >= 0, axis=-1, dtype=jnp.int32)[:, None]
+    own: BackspaceSettings = ctx.settings.own["backspace"]
+    row: BackspaceState = ctx.states["backspace"]
+    trail, distance = ctx.trail, jnp.arange(1, MAX_REACH + 1, dtype=jnp.int32)
+    entries = trail.entries.logprob, trail.entries.attempts
+    logprob, attempts = entry_at(entries, ctx.length - distance)
+    unsure = (jnp.exp(logprob) < own.max_prob) | (own.max_prob >= 1.0)
+    bans = attempts + 1 + jnp.sum(ctx.settings.bans >= 0, dtype=jnp.int32)
     return (
         unsure
-        & (distance <= jnp.minimum(own.reach, trail.drawn)[:, None])
-        & (attempts < own.per_position[:, None])
-        & (row.backspaced < own.per_row)[:, None]
-        & (bans < rows.vocab_size)
+        & (distance <= jnp.minimum(own.reach, trail.rewindable))
+        & (attempts < own.per_position)
+        & (row.backspaced < own.per_row)
+        & (bans < ctx.vocab_size)
     )
-
-
-def may_backspace(settings: SamplerSettings, state: SamplerState, rows: Rows) -> jax.Array:
-    """Whether there is a position to go back to: bool [B]."""
-    return jnp.any(in_doubt(settings, state, rows), axis=-1)
 
 
 def propose(ctx: Context) -> Proposal:
     """Backspaces, or what `adaptive` does."""
-    return either(ctx.may["backspace"], draw("backspace", ctx), adaptive(ctx))
+    return where(ctx.may["backspace"], draw("backspace", ctx), adaptive(ctx))
 
 
-def apply(acts: jax.Array, step: Step, settings: SamplerSettings) -> Step:
-    """Moves the row back."""
-    state = SamplerState(tally=step.tally, trail=step.trail)
-    back = 1 + jnp.argmax(in_doubt(settings, state, step.rows), axis=-1).astype(jnp.int32)
-    step = go_back(acts, step, settings, back, "backspace")
-    backspaced = step.tally.own["backspace"].backspaced + acts.astype(jnp.int32)
-    own = {**step.tally.own, "backspace": BackspaceState(backspaced=backspaced)}
-    return replace(step, tally=replace(step.tally, own=own))
+def control(ctx: Context, token: jax.Array) -> Verdict:
+    """Goes back to the last position in doubt."""
+    doubted = in_doubt(ctx)
+    back = 1 + jnp.argmax(doubted).astype(jnp.int32)
+    row: BackspaceState = ctx.states["backspace"]
+    return when(jnp.any(doubted), rewind(back), BackspaceState(backspaced=row.backspaced + 1))
 
 
-def go_back(
-    acts: jax.Array, step: Step, settings: SamplerSettings, back: jax.Array, action: str
-) -> Step:
-    """The step with the rows of `acts` moved back by `back`, int32 [B], at most the step's `reach`.
-    The position is drawn again under the name of `action`, without the token there, which a trail's
-    entry must be of."""
-    rows, trail = step.rows, step.trail
-    back = jnp.where(acts, back, 0)
-    length = rows.length - back
-
-    # The token joins the bans of its position.
-    there = trail.at(length)
-    token = jnp.take_along_axis(rows.history, length[:, None], axis=1)[:, 0]
-    row = jnp.arange(acts.shape[0], dtype=jnp.int32)
-    bans = there.bans.at[row, there.attempts].set(token, mode="drop")
-    again = _draw_again(there.proposal, step.context, action)
-    trail = trail.put(length, acts, attempts=there.attempts + 1, bans=bans, proposal=again)
-    # What was out of reach stays so, although the row is shorter now: see `settled`.
-    drawn = jnp.where(acts, step.reach - back, trail.drawn)
-    trail = replace(trail, drawn=drawn, again=trail.again | acts)
-
-    # The rest is as it was, but for what counts.
-    kept = {m.name: m.keep for m in settings.mechanisms if m.keep}
-    before, now = there.tally.own, step.tally.own
-    states = {
-        name: replace(before[name], **{f: getattr(now[name], f) for f in kept.get(name, ())})
-        for name in now
-    }
-    return replace(
-        step,
-        rows=replace(
-            rows,
-            length=length,
-            generated=rows.generated - back,
-            remaining=rows.remaining + back,
-        ),
-        tally=where_rows(acts, replace(there.tally, own=states), step.tally),
-        trail=trail,
-        rewinds=step.rewinds | acts,
-    )
-
-
-def _draw_again(proposal: Proposal, contexts: Context, action: str) -> Proposal:
-    """What a token was drawn by, as one candidate; after an argmax, the base values."""
-    base, settings = jax.vmap(lambda ctx: draw("sample", ctx))(contexts), contexts.settings
-    proposal = where_rows(proposal.action == settings.action("argmax"), base, proposal)
-    return replace(
-        proposal,
-        action=jnp.full_like(proposal.action, settings.action(action)),
-        draws=jnp.ones_like(proposal.draws),
-    )
+def holds(ctx: Context) -> jax.Array:
+    """Returns how far the row may go back if an arm of it can: this one, or a user's own, which may
+    propose any action. int32."""
+    arms = [
+        index
+        for index, mechanism in enumerate(ctx.parts.mechanisms)
+        if mechanism.name == "backspace" or isinstance(mechanism.propose, UserFunction)
+    ]
+    has_arm = jnp.any(jnp.isin(ctx.settings.arms, jnp.array(arms, jnp.int32)))
+    distance = jnp.arange(1, MAX_REACH + 1, dtype=jnp.int32)
+    return jnp.max(jnp.where(in_doubt(ctx) & has_arm, distance, 0))
 
 
 BACKSPACE = Mechanism(
@@ -146,7 +90,8 @@ BACKSPACE = Mechanism(
     propose,
     settings=BackspaceSettings,
     init=lambda: BackspaceState(backspaced=jnp.int32(0)),
-    may=may_backspace,
-    apply=apply,
+    may=lambda ctx: jnp.any(in_doubt(ctx)),
+    control=control,
+    holds=holds,
     keep=("backspaced",),
 )

@@ -1,44 +1,76 @@
 """`branch`: follows several candidates for a few tokens and commits the best (document 004,
 "Branching"; document 002, "Branching vs Thinking Tokens").
 
-The row is forked: each candidate goes on as a row of its own, in the same steps as all others
+The row is forked: each candidate continues as a row of its own, in the same steps as all others
 (`engine.fork`). A branch is a candidate and what follows it, greedily unless a rollout temperature
-is set. It ends with an end token, at the maximum depth, with the row's budget, or where the
-distribution after its last token is neither LEHV nor HEHV. The best takes the row's place:
+is set. It ends with an end token, at the maximum depth, with the row's budget, or where `until`
+says: at a token, or where the distribution after its last token is neither LEHV nor HEHV. The best
+takes the row's place:
 
     score = mean(log p) - entropy_weight * mean(h) - varentropy_weight * mean(u)
 
-over its tokens: p of each under the unmodified logits (nats), h (bits) and u (bits^2) of the
-distribution after it. Of branches with equal scores the likelier candidate's wins.
+over its tokens: p of each under the unmodified logits, or (`processed`) after temperature and
+truncation (nats), h (bits) and u (bits^2) of the distribution after it. Of branches with equal
+scores that of the more likely candidate wins.
+
+With other rules it is CNTP (arXiv 2507.03038; `sampled`, width by entropy, until punctuation) or
+AdaDec (arXiv 2506.08980; a fixed depth, the first token committed).
 """
 
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 
-from entropix_jax.sampler.context import Context, Proposal, draw, either
-from entropix_jax.sampler.filters import penalise
-from entropix_jax.sampler.keys import STREAM_NOISE, uniforms
+from entropix_jax.names import LARGEST
+from entropix_jax.sampler.context import Context, draw, if_any, where
+from entropix_jax.sampler.control import Verdict, fork, when
+from entropix_jax.sampler.draw import STREAM_CANDIDATE, STREAM_NOISE, draw_tokens, uniforms
+from entropix_jax.sampler.filters import cumulate
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms.plain import explore
-from entropix_jax.sampler.prefix import cumulate
-from entropix_jax.sampler.regimes import HEHV, LEHV
 from entropix_jax.sampler.settings import (
     COEFFICIENT,
     COUNT,
+    MAX_DEPTH,
+    MAX_WIDTH,
     TEMPERATURE,
-    SamplerSettings,
     flag,
     number,
+    of_tokens,
 )
-from entropix_jax.sampler.state import Observation, Rows, SamplerState, Step
-from entropix_jax.sampler.top import top
+from entropix_jax.sampler.state import Proposal
+from entropix_jax.stats import sum_last, top
 
-MAX_WIDTH = 8  # W, branches of a fork
-MAX_DEPTH = 32  # tokens of a branch
+UNTIL = ("regime", "punctuation", "line", "depth")
+_PUNCTUATION = re.compile(r"\s*[.,?!:;)\]}]\s*|.*\n.*", re.DOTALL)
+_LINE = re.compile(r".*\n.*", re.DOTALL)
+
+
+@struct.dataclass
+class BranchEnds:
+    """Where the branches of one row end, apart from the depth."""
+
+    by_regime: jax.Array  # bool, where the distribution is no longer LEHV or HEHV
+    of_token: jax.Array  # bool [V], the tokens that end a branch
+
+
+def _branch_ends(
+    value: str, token_texts: Callable[[], Sequence[str]], vocab_size: int
+) -> BranchEnds:
+    """What `until` means for a vocabulary."""
+    ends: Any = np.zeros(vocab_size, bool)
+    if value in ("punctuation", "line"):
+        pattern = _PUNCTUATION if value == "punctuation" else _LINE
+        found = [pattern.fullmatch(text) is not None for text in token_texts()]
+        ends[: len(found)] = found
+    return BranchEnds(by_regime=np.asarray(value == "regime"), of_token=ends)  # type: ignore[arg-type]
 
 
 @struct.dataclass
@@ -46,10 +78,19 @@ class BranchSettings:
     """Which candidates there are, how far they are followed, and what they are judged by."""
 
     width: jax.Array = number(1, MAX_WIDTH, integer=True)  # most candidates
+    # Entropies in bits, of what tokens are drawn from, between which the width grows from 1; equal:
+    # it does not depend on the entropy.
+    narrow: jax.Array = number(0.0, LARGEST, default=0.0)
+    wide: jax.Array = number(0.0, LARGEST, default=0.0)
+    sampled: jax.Array = flag(False)  # candidates are drawn, with replacement
+    until: BranchEnds = of_tokens(
+        UNTIL.__contains__, f"one of {', '.join(UNTIL)}", _branch_ends, "regime"
+    )
+    processed: jax.Array = flag(False)  # p is after temperature and truncation
     depth: jax.Array = number(1, MAX_DEPTH, integer=True)  # most tokens, the candidate included
     temperature: jax.Array = number(0.01, 100.0)  # of the distribution of the candidates
     noise: jax.Array = number(0.0, 100.0)  # Gumbel noise on its logits, times this; 0: off
-    min_p: jax.Array = number(0.0, 1.0)  # candidates at least so likely, next to the likeliest
+    min_p: jax.Array = number(0.0, 1.0)  # least share of the most likely one
     top_p: jax.Array = number(1e-6, 1.0)  # candidates that make up this mass
     rollout_temperature: jax.Array = number(*TEMPERATURE)  # 0: greedy
     entropy_weight: jax.Array = number(*COEFFICIENT)  # nats per bit
@@ -68,102 +109,88 @@ class BranchState:
     forwards: jax.Array  # int32, tokens of branches that were evaluated
 
 
-def may_branch(settings: SamplerSettings, state: SamplerState, rows: Rows) -> jax.Array:
+def may_branch(ctx: Context) -> jax.Array:
     """Whether neither budget of the row is spent: its forks, and what they cost so far."""
-    own: BranchSettings = settings.own["branch"]
-    row: BranchState = state.tally.own["branch"]
-    affordable = own.max_share * rows.generated.astype(jnp.float32)
+    own: BranchSettings = ctx.settings.own["branch"]
+    row: BranchState = ctx.states["branch"]
+    affordable = own.max_share * ctx.generated.astype(jnp.float32)
     return (row.begun < own.per_row) & (row.forwards.astype(jnp.float32) <= affordable)
 
 
 def propose(ctx: Context) -> Proposal:
-    """Branches, or what `explore` does. The proposal holds what the candidates are chosen by:
-    temperature, most candidates (as `top_k`), `top_p` and `min_p`."""
+    """Branches, or what `explore` does. The proposal is what the trace shows, and what `sampled`
+    candidates are drawn by and `processed` scores are of. `find_candidates` reads the settings."""
     own: BranchSettings = ctx.settings.own["branch"]
     branches = draw(
         "branch",
         ctx,
         temperature=own.temperature,
-        top_k=own.width,
+        top_k=jnp.where(own.sampled, ctx.settings.base.top_k, own.width),
         top_p=own.top_p,
         min_p=own.min_p,
     )
-    return either(ctx.may["branch"], branches, explore(ctx))
+    return where(ctx.may["branch"], branches, explore(ctx))
 
 
-def follow(ctx: Context) -> Proposal:
-    """How one branch goes on: the likeliest token, or one drawn at the rollout temperature."""
-    return draw("branch", ctx, temperature=ctx.settings.own["branch"].rollout_temperature)
+def control(ctx: Context, token: jax.Array) -> Verdict:
+    """Forks the row, and counts that. A single branch is rolled out too, unless the width follows
+    the entropy: then the row commits its token."""
+    own: BranchSettings = ctx.settings.own["branch"]
+    row: BranchState = ctx.states["branch"]
+    candidates = if_any(own.sampled, lambda: draw_candidates(ctx), find_candidates(ctx))
+    rank = jnp.arange(MAX_WIDTH, dtype=jnp.int32)
+    grows = own.wide > own.narrow
+    width = if_any(grows, lambda: _width(ctx), own.width)
+    candidates = jnp.where(rank < width, candidates, -1)
+    return when(~grows | (width > 1), fork(candidates), replace(row, begun=row.begun + 1))
 
 
-def apply(acts: jax.Array, step: Step, settings: SamplerSettings) -> Step:
-    """Forks the row, and counts that."""
-    row: BranchState = step.tally.own["branch"]
-    begun = replace(row, begun=row.begun + acts.astype(jnp.int32))
-    candidates, width = lax.cond(
-        jnp.any(acts),
-        lambda: find_candidates(step, settings),
-        lambda: (step.candidates, step.width),
-    )
-    return replace(
-        step,
-        tally=replace(step.tally, own={**step.tally.own, "branch": begun}),
-        forks=step.forks | acts,
-        candidates=jnp.where(acts[:, None], candidates, step.candidates),
-        width=jnp.where(acts, width, step.width),
-    )
+def _width(ctx: Context) -> jax.Array:
+    """The number of branches that the entropy of what the row draws from allows: int32."""
+    own: BranchSettings = ctx.settings.own["branch"]
+    log_probs = jax.nn.log_softmax(ctx.left)
+    entropy = -sum_last(jnp.where(log_probs > -jnp.inf, jnp.exp(log_probs) * log_probs, 0.0))
+    share = (entropy / jnp.log(2.0) - own.narrow) / (own.wide - own.narrow)
+    more = (own.width - 1).astype(jnp.float32) * jnp.clip(share, 0.0, 1.0)
+    return 1 + more.astype(jnp.int32)
 
 
-def find_candidates(step: Step, settings: SamplerSettings) -> tuple[jax.Array, jax.Array]:
-    """The tokens that the branches begin with, likeliest first, int32 [B, W], and how many count.
+def draw_candidates(ctx: Context) -> jax.Array:
+    """`width` tokens drawn as the row draws, each with a random number of its own: int32 [W]."""
+    stream = jnp.int32(STREAM_CANDIDATE)
+    return draw_tokens(ctx.left, uniforms(ctx.key, ctx.length, ctx.attempt, stream, MAX_WIDTH))
+
+
+def find_candidates(ctx: Context) -> jax.Array:
+    """The first tokens of the branches, most likely first: int32 [W], padded with -1.
 
     Of the distribution warmed by temperature and Gumbel noise (scaled, on its logits): those that
     min-p admits, of these the shortest prefix that reaches top-p, at most `width`.
     """
-    own: BranchSettings = settings.own["branch"]
-    rows = step.rows
-    logits = jax.vmap(penalise)(step.logits, step.context)
+    own: BranchSettings = ctx.settings.own["branch"]
 
     def noised() -> jax.Array:
-        zero = jnp.zeros_like(rows.length)
-        numbers = uniforms(rows.keys, rows.length, zero, zero + STREAM_NOISE, logits.shape[-1])
+        stream, vocab = jnp.int32(STREAM_NOISE), ctx.logits.shape[0]
+        numbers = uniforms(ctx.key, ctx.length, jnp.int32(0), stream, vocab)
         # Else XLA's reshape mover moves a reshape through all that follows, one operation in each
         # round of its passes over the whole program: a tenth of the time to compile it.
         numbers = lax.optimization_barrier(numbers)
-        # Finite always: times a row's zero noise, too, it must add nothing.
-        gumbel = -jnp.log(-jnp.log(jnp.maximum(numbers, 2.0**-25)))
-        return logits + own.noise[:, None] * gumbel
+        gumbel = -jnp.log(-jnp.log(jnp.maximum(numbers, 2.0**-25)))  # always finite
+        return ctx.penalised + own.noise * gumbel
 
-    logits = lax.cond(jnp.any(own.noise > 0), noised, lambda: logits)
-    mass = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / own.temperature[:, None])
-    mass = jnp.where((mass >= own.min_p[:, None]) & (logits > -jnp.inf), mass, 0.0)
-    most = min(MAX_WIDTH, logits.shape[-1])
+    logits = if_any(own.noise > 0, noised, ctx.penalised)
+    mass = jnp.exp((logits - jnp.max(logits)) / own.temperature)
+    mass = jnp.where((mass >= own.min_p) & (logits > -jnp.inf), mass, 0.0)
+    most = min(MAX_WIDTH, logits.shape[0])
     _, ids = top(logits, most)
-    shares = jnp.take_along_axis(mass, ids, axis=1)
+    shares = mass[ids]
     before = cumulate(shares) - shares
     # At 1 it is off: rounding must not cut the tail.
-    reached = jnp.where(own.top_p < 1, own.top_p * jnp.sum(mass, axis=-1), jnp.inf)
-    admitted = (before < reached[:, None]) & (shares > 0)
-    admitted = admitted.at[:, 0].set(True)
-    ids = jnp.pad(ids, ((0, 0), (0, MAX_WIDTH - most)))
-    width = jnp.sum(admitted, axis=-1, dtype=jnp.int32)
-    return ids, jnp.minimum(width, own.width)
-
-
-def goes_on(observation: Observation, depth: jax.Array, settings: SamplerSettings) -> jax.Array:
-    """Whether branches of `depth[B]` tokens (int32) are still in doubt about the next: bool [B]."""
-    outside = (observation.regime == LEHV) | (observation.regime == HEHV)
-    own: BranchSettings = settings.own["branch"]
-    return outside & (depth < own.depth)
-
-
-def score(sums: jax.Array, depth: jax.Array, settings: SamplerSettings) -> jax.Array:
-    """The score of branches of `depth[B]` tokens: float32 [B], nats. `sums[B, 3]` are float32 of
-    log p (nats), h (bits) and u (bits^2)."""
-    own: BranchSettings = settings.own["branch"]
-    logprob, entropy, varentropy = (sums / jnp.maximum(depth, 1)[:, None].astype(jnp.float32)).T
-    scores: jax.Array = logprob - own.entropy_weight * entropy - own.varentropy_weight * varentropy
-    return scores
+    reached = jnp.where(own.top_p < 1, own.top_p * jnp.sum(mass), jnp.inf)
+    rank = jnp.arange(most, dtype=jnp.int32)
+    admitted = ((before < reached) & (shares > 0)) | (rank == 0)
+    admitted &= rank < own.width
+    return jnp.pad(jnp.where(admitted, ids, -1), (0, MAX_WIDTH - most), constant_values=-1)
 
 
 BRANCH = Mechanism(
@@ -172,7 +199,6 @@ BRANCH = Mechanism(
     settings=BranchSettings,
     init=lambda: BranchState(begun=jnp.int32(0), forwards=jnp.int32(0)),
     may=may_branch,
-    apply=apply,
+    control=control,
     keep=("begun", "forwards"),
-    follows_regimes=True,
 )

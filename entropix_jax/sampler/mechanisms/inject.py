@@ -9,30 +9,33 @@ the arm draws, warmer than the base:
 """
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import lax
 
-from entropix_jax.sampler.context import Context, Proposal, draw, either
-from entropix_jax.sampler.filters import holds_banned
-from entropix_jax.sampler.history import ends_in
+from entropix_jax.sampler.context import Context, draw, if_any, where
+from entropix_jax.sampler.control import WAIT, Verdict, force, when
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.regimes import LELV
-from entropix_jax.sampler.sentences import SentenceFlags, begins_word, sentence_ended
+from entropix_jax.sampler.sentences import (
+    SentenceFlags,
+    are_marks,
+    begins_word,
+    sentence_ended,
+    sentence_flags,
+)
 from entropix_jax.sampler.settings import (
     COEFFICIENT,
     COUNT,
     TEMPERATURE,
     SamplerSettings,
     flag,
-    marks,
     number,
+    of_tokens,
     texts,
 )
-from entropix_jax.sampler.state import Observation, Rows, SamplerState, Step, Tally
+from entropix_jax.sampler.state import Proposal, ends_in
 
 MAX_THOUGHT = 64  # tokens of a thought
 MAX_THOUGHTS = 4  # thoughts that take turns
@@ -43,8 +46,11 @@ class InjectSettings:
     """The thoughts, how often they are written, and the draw during a cooldown."""
 
     thought: jax.Array = texts(MAX_THOUGHTS, MAX_THOUGHT)
-    after: SentenceFlags = marks()  # what ends a sentence; none: a thought may be written anywhere
-    earliest: jax.Array = number(*COUNT, integer=True)  # tokens before the first thought
+    # Characters that end a sentence. Empty: a thought may be written anywhere.
+    after: SentenceFlags = of_tokens(
+        are_marks, 'a list of single characters, such as [".", "?"]', sentence_flags, ""
+    )
+    earliest: jax.Array = number(*COUNT, integer=True, default=0)  # tokens before the first thought
     per_row: jax.Array = number(*COUNT, integer=True)  # thoughts of a row, asked for ones too
     cooldown: jax.Array = number(*COUNT, integer=True)  # tokens after a thought's last one
     until_confident: jax.Array = flag()  # the first LELV token ends the cooldown
@@ -61,26 +67,26 @@ class InjectState:
     begun: jax.Array  # int32, thoughts begun
 
 
-def may_inject(settings: SamplerSettings, state: SamplerState, rows: Rows) -> jax.Array:
-    """Whether a thought may come next: bool [B].
+def may_inject(ctx: Context) -> jax.Array:
+    """Whether a thought may come next.
 
     One is configured or asked for, fits, holds no banned token, a sentence has ended, and the row
     neither cools down nor ends in a thought (documents 000 and 001 ask no question right after
     one).
     """
-    own: InjectSettings = settings.own["inject"]
-    row: InjectState = state.tally.own["inject"]
+    own: InjectSettings = ctx.settings.own["inject"]
+    row: InjectState = ctx.states["inject"]
     tokens, length = _turn(own, row.begun)
-    fits = (length > 0) & (length <= rows.remaining) & ~holds_banned(settings, tokens)
-    ends = jax.vmap(ends_in)(rows.history, rows.length, own.thought)  # injected or not
-    just_asked = jnp.any(ends, axis=-1)
-    budget = (row.begun < own.per_row) & (rows.generated >= own.earliest)
-    free = (fits | rows.asks) & ~just_asked & (row.cooldown == 0) & budget
-    # The look back reads the whole history, so only where it decides anything.
-    look = partial(jax.vmap(sentence_ended), own.after, rows.history, rows.length)
-    ended = lax.cond(jnp.any(free & own.after.given), look, lambda: jnp.ones_like(free))
-    may: jax.Array = free & ended
-    return may
+    fits = (length > 0) & (length <= ctx.remaining) & ~holds_banned(ctx.settings, tokens)
+    just_asked = jnp.any(ends_in(ctx.history, ctx.length, own.thought))  # injected or not
+    budget = (row.begun < own.per_row) & (ctx.generated >= own.earliest)
+    free = (fits | ctx.asks) & ~just_asked & (row.cooldown == 0) & budget
+
+    def look_back() -> jax.Array:  # it reads the whole history
+        return sentence_ended(own.after, ctx.history, ctx.length)
+
+    ended: jax.Array = if_any(free & own.after.given, look_back, jnp.bool_(True))
+    return free & ended
 
 
 def propose(ctx: Context) -> Proposal:
@@ -88,54 +94,51 @@ def propose(ctx: Context) -> Proposal:
     own: InjectSettings = ctx.settings.own["inject"]
     scale = own.temperature_scale + own.temperature_attn_entropy * ctx.metrics.attn_entropy
     temperature = jnp.minimum(own.temperature_max, ctx.settings.base.temperature * scale)
-    return either(
+    return where(
         ctx.may["inject"],
         draw("inject", ctx, temperature=temperature),
         draw("sample", ctx, temperature=temperature),
     )
 
 
-def replaces(settings: SamplerSettings, step: Step, drawn: jax.Array) -> jax.Array:
-    """Whether each row's arm proposes a thought and the drawn token, int32 [B], lets it be written:
-    bool [B]. An end token does not."""
-    own: InjectSettings = settings.own["inject"]
-    rows = step.rows
-    begins = jax.vmap(begins_word)(own.after, rows.history, rows.length, drawn)
-    ends = jnp.any(drawn[:, None] == rows.eos_ids, axis=-1)
-    anywhere = ~own.after.given
-    proposed = step.proposal.action == settings.action("inject")
-    writes: jax.Array = proposed & (anywhere | (begins & ~ends))
-    return writes
+def control(ctx: Context, token: jax.Array) -> Verdict:
+    """Forces the thought whose turn it is, where the drawn token lets it be written: an end token
+    does not. A row that asks for the text waits for it instead."""
+    own: InjectSettings = ctx.settings.own["inject"]
+    row: InjectState = ctx.states["inject"]
+    begins = begins_word(own.after, ctx.history, ctx.length, token)
+    ends = jnp.any(token == ctx.eos_ids)
+    thought, _ = _turn(own, row.begun)
+    written = force(thought)
+    verdict = replace(written, kind=jnp.where(ctx.asks, WAIT, written.kind))
+    # The cooldown of a row that waits begins now: the host may have no text for it.
+    cooldown = jnp.where(ctx.asks, jnp.maximum(own.cooldown, 1), row.cooldown)
+    after = InjectState(cooldown=cooldown, begun=row.begun + 1)
+    return when(~own.after.given | (begins & ~ends), verdict, after)
 
 
-def apply(acts: jax.Array, step: Step, settings: SamplerSettings) -> Step:
-    """Forces the thought whose turn it is. A row that asks for the text waits for it instead."""
-    row: InjectState = step.tally.own["inject"]
-    waits = acts & step.rows.asks
-    step = step.force(acts & ~waits, *_turn(settings.own["inject"], row.begun))
-    begun = replace(row, begun=row.begun + acts.astype(jnp.int32))
-    tally = replace(step.tally, own={**step.tally.own, "inject": begun})
-    return replace(step, tally=tally, waits=step.waits | waits)
-
-
-def advance(settings: SamplerSettings, tally: Tally, observation: Observation) -> InjectState:
+def advance(ctx: Context) -> InjectState:
     """The cooldown counts tokens, and begins with the last token of a thought."""
-    own: InjectSettings = settings.own["inject"]
-    row: InjectState = tally.own["inject"]
-    confident = own.until_confident & (observation.regime == LELV)
+    own: InjectSettings = ctx.settings.own["inject"]
+    row: InjectState = ctx.states["inject"]
+    confident = own.until_confident & (ctx.regime == LELV)
     cooled = jnp.where(confident, 0, jnp.maximum(row.cooldown - 1, 0))
-    ends = (tally.queued == 1) & (tally.queue_action == settings.action("inject"))
+    ends = (ctx.queued == 1) & (ctx.tally.queue_action == ctx.parts.action("inject"))
     return replace(row, cooldown=jnp.where(ends, own.cooldown, cooled))
 
 
 def _turn(own: InjectSettings, begun: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The thought whose turn it is after `begun` [B] others: its tokens, int32 [B, MAX_THOUGHT],
-    and its length [B], 0 where there is none."""
+    """The thought whose turn it is after `begun` others: its tokens, int32 [MAX_THOUGHT], and its
+    length, 0 where there is none."""
     lengths = jnp.sum(own.thought >= 0, axis=-1, dtype=jnp.int32)
-    number = jnp.maximum(jnp.sum(lengths > 0, axis=-1, dtype=jnp.int32), 1)
+    number = jnp.maximum(jnp.sum(lengths > 0, dtype=jnp.int32), 1)
     turn = jnp.mod(begun, number)
-    tokens = jnp.take_along_axis(own.thought, turn[:, None, None], axis=1)[:, 0]
-    return tokens, jnp.take_along_axis(lengths, turn[:, None], axis=1)[:, 0]
+    return own.thought[turn], lengths[turn]
+
+
+def holds_banned(settings: SamplerSettings, text: jax.Array) -> jax.Array:
+    """Returns whether a text, int32 [n] padded with -1, holds a token that no text may hold."""
+    return jnp.any((text[:, None] == settings.unwritable[None, :]) & (text >= 0)[:, None])
 
 
 INJECT = Mechanism(
@@ -144,9 +147,7 @@ INJECT = Mechanism(
     settings=InjectSettings,
     init=lambda: InjectState(cooldown=jnp.int32(0), begun=jnp.int32(0)),
     may=may_inject,
-    replaces=replaces,
-    apply=apply,
+    control=control,
     advance=advance,
     keep=("begun",),
-    follows_regimes=True,
 )

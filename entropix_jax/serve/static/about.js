@@ -20,7 +20,7 @@ export function showToken(token, { shown, held, choose, current }) {
     ...tokenParts(token, { shown, held: held ? " · held (click or Esc releases)" : "", choose, current }),
     ...(token.branches ? [branches(token, choose)] : []),
     ...(token.layers ? [heads(token.layers)] : []),
-    element("details", {}, element("summary", {}, "All metrics"), element("table", { class: "columns" }, ...metricRows([token], { units: true }))),
+    element("details", {}, element("summary", {}, "All metrics"), element("table", { class: "columns" }, ...metricRows(token))),
   );
 }
 

@@ -11,22 +11,21 @@ export class Api {
     this.askKey = askKey;
   }
 
-  async ask(path, { method = "GET", body, json, signal } = {}) {
+  async ask(path, { method = "GET", json, signal } = {}) {
     const headers = {};
     const key = sessionStorage.getItem(KEY);
     if (key) headers.Authorization = `Bearer ${key}`;
     if (json !== undefined) headers["Content-Type"] = "application/json";
-    const sent = json === undefined ? body : JSON.stringify(json);
     let answer;
     try {
-      answer = await fetch(path, { method, headers, body: sent, signal });
+      answer = await fetch(path, { method, headers, body: JSON.stringify(json), signal });
     } catch (error) {
       throw error.name === "AbortError" ? error : new Error("The server does not answer.");
     }
     if (answer.status === 401) {
       const now = sessionStorage.getItem(KEY);
       if (!now || now === key) await this.newKey(key ? "The server refuses this key." : "");
-      return this.ask(path, { method, body, json, signal });
+      return this.ask(path, { method, json, signal });
     }
     if (!answer.ok) {
       const told = await answer.json().catch(() => null);
@@ -42,8 +41,8 @@ export class Api {
     return this.asking;
   }
 
-  async get(path, options) {
-    return (await this.ask(path, options)).json();
+  async get(path) {
+    return (await this.ask(path)).json();
   }
 
   // The values of a stream's events. A comment says why nothing comes: `{ comment, choices: [] }`.

@@ -74,7 +74,7 @@ function showStatus() {
 
 byId("stop").addEventListener("click", () => stream.stop());
 byId("together").addEventListener("click", () => session.toggleBeside());
-offerFiles(session, api, start, stream);
+offerFiles(session, api);
 listenToKeys(session, { generate: () => generator.generate(), stop: () => stream.stop() });
 session.on(show);
 showTree(session);

@@ -72,7 +72,7 @@ export class Session {
     this.change({ names });
   }
 
-  // Shows or hides the parent of the current text beside it.
+  // Shows or hides the parent of the current text next to it.
   toggleBeside() {
     const { current, state } = this;
     if (current) this.change({ beside: state.beside === null ? this.parentOf(current)?.id ?? null : null });

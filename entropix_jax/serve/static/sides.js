@@ -1,4 +1,4 @@
-// The shown text and one beside it: selects the same place in both, and marks where they diverge.
+// Two texts side by side: selects the same place in both, and marks where they diverge.
 
 import { showDetails, showToken } from "./about.js";
 import { byId, element } from "./dom.js";
@@ -8,8 +8,8 @@ import { regimeTitle } from "./regimes.js";
 import { Speaker } from "./speaker.js";
 import { placeOf } from "./texts.js";
 
-const ENDS = { eos: "end of text", length: "token limit", confidence: "low confidence", context: "context limit", stop: "stop string", cancelled: "stopped", interrupt: "interrupted" };
-const WIDE = 900; // minimum width in pixels for details beside the text, as in the style sheet
+const ENDS = { eos: "end of text", length: "token limit", confidence: "low confidence", context: "context limit", stop: "stop string", cancelled: "stopped" };
+const WIDE = 900; // minimum width in pixels for details next to the text, as in the style sheet
 
 export class Sides {
   // `regimeOf(token)`: the regime by the current thresholds; `select(token)` is called when a token of the shown text is

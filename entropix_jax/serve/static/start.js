@@ -23,7 +23,6 @@ export class Start {
     if (model.entropix.chat && !byId("prompt").value) byId("chat").click();
     this.keeps = model.entropix.keep > 0;
     byId("keeps-none").hidden = this.keeps;
-    byId("open").disabled = !this.keeps;
     document.documentElement.dataset.ready = "true";
   }
 

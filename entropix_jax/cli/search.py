@@ -1,0 +1,95 @@
+"""`entropix-jax generate --method`: several continuations of a prompt, of which one is chosen."""
+
+import re
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from entropix_jax.cli.options import EXIT_OK, print_json
+from entropix_jax.cli.status import show_status
+from entropix_jax.cli.terminal import TextScreen, summary
+from entropix_jax.errors import UserError, printable
+from entropix_jax.host.interrupts import EXIT_INTERRUPT, deferred_interrupts
+
+if TYPE_CHECKING:
+    from entropix_jax.engine.engine import Engine
+    from entropix_jax.engine.results import Request
+    from entropix_jax.engine.search import Method, Outcome
+    from entropix_jax.model.loading import LanguageModel
+
+_NUMBER = re.compile(r"(?<![\w.])-?\d+(?:[.,]\d+)*")
+_SHOWN = 60  # characters of a continuation
+
+
+def last_answer(text: str) -> str | None:
+    """Returns what a vote counts: the last number of a text, else its last line, in lower case and
+    without a full stop. None for an empty text."""
+    if numbers := _NUMBER.findall(text):
+        return str(numbers[-1]).replace(",", "")
+    lines = [line.strip().rstrip(".").lower() for line in text.splitlines()]
+    return next(filter(None, reversed(lines)), None)
+
+
+def run_search(
+    model: "LanguageModel",
+    request: "Request",
+    method: "Method",
+    forks: int,
+    *,
+    vote: bool,
+    check: bool,
+    form: Literal["text", "json"],
+) -> int:
+    """Runs a search, prints the chosen text and the tree of continuations, and returns the exit
+    status. Without `vote` a method that votes takes the first continuation that ends."""
+    from entropix_jax.engine.search import search
+
+    if vote or method.choice == "vote":
+        method = replace(method, choice="vote" if vote else "first")
+    engines: list[Engine] = []
+
+    def stop() -> None:
+        for engine in engines:
+            engine.stop()
+
+    with show_status(f"searching with {forks} continuations ..."), deferred_interrupts(stop):
+        outcome = search(
+            model, request, method, forks, last_answer, check=check, on_engine=engines.append
+        )
+    if outcome is None:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPT
+    if outcome.row.error is not None:
+        raise UserError(outcome.row.error)
+    if form == "json":
+        print_json(outcome.to_json())
+        return EXIT_OK
+    screen, left = TextScreen(), outcome.row.text  # without the stop string that ended it
+    for token in outcome.row.tokens:
+        screen.show(left[: len(token.text)], token)
+        left = left[len(token.text) :]
+    screen.end_text()
+    print(_tree(outcome), file=sys.stderr)
+    print(summary([outcome.row], 0.0), file=sys.stderr)
+    return EXIT_OK
+
+
+def _tree(outcome: "Outcome") -> str:
+    """Returns a line for each continuation, indented below the one that it parts from, and one of
+    votes and costs. An asterisk marks the chosen one."""
+    forks = {fork.row: fork for fork in outcome.forks}
+    depth = {0: 0}
+    for child, fork in forks.items():
+        depth[child] = depth[fork.parent] + 1
+    lines = []
+    for index, row in enumerate(outcome.rows):
+        begin = forks[index].position - len(row.request.prompt) if index in forks else 0
+        own = row.tokens[begin:]
+        text = printable("".join(token.text for token in own).replace("\n", " "))
+        short = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        place = f" at token {begin}:" if index in forks else ""
+        mark = "*" if index == outcome.chosen else " "
+        lines.append(f"{mark} {'  ' * depth.get(index, 0)}{index}{place} {short}")
+    votes = ", ".join(f"{printable(answer)} ({number})" for answer, number in outcome.votes.items())
+    costs = f"{len(outcome.rows)} continuations, {outcome.forwards} forward passes"
+    return "\n".join([*lines, f"{costs} | votes: {votes}" if votes else costs])

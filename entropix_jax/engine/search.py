@@ -1,0 +1,352 @@
+"""Search over whole texts: several continuations of one prompt, of which one is chosen.
+
+A method says where a continuation forks, into how many, and how the answer is chosen. All
+continuations of a prompt count as if they advanced in step: forks are decided position by position,
+in the order of the rows. So neither the batch nor the pace of the device changes a search, although
+rows run ahead of each other.
+
+DTS: arXiv 2511.00640. EAGer: arXiv 2510.11170. Self-consistency: Wang et al. 2022.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from random import Random
+from types import MappingProxyType
+from typing import Any
+
+from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.preparation import MIN_CAPACITY, bucket
+from entropix_jax.engine.results import Request, Row
+from entropix_jax.engine.running import check_request
+from entropix_jax.engine.state import Recording
+from entropix_jax.engine.trace import TokenRecord
+from entropix_jax.errors import UserError, nearest
+from entropix_jax.model.loading import LanguageModel
+
+MOST_FORKS = 32  # continuations of a prompt
+
+_FORCED = ("inject", "think_end", "budget_forcing")  # actions of tokens that no model chose
+_UNCERTAIN = ("helv", "hehv")  # regimes of high entropy
+
+Extract = Callable[[str], str | None]  # the answer in a text
+
+
+@dataclass(frozen=True)
+class Method:
+    """How the continuations of a prompt come about, and how one of them is chosen.
+
+    Attributes:
+        forks_at: a token at which a continuation forks. None: all begin at the prompt, with random
+            numbers of their own.
+        width: tokens that a fork continues with: the chosen one, and the most likely others. 0: as
+            many as the budget allows.
+        choice: "vote" (the most frequent answer), "likeliest" (the highest mean log-probability),
+            "surest" (the highest of the lowest group confidences), or "first" (the continuation
+            that ends first; the others are then cancelled).
+        is_random: forks as often as `forks_at` would, but at random tokens.
+    """
+
+    name: str
+    forks_at: Callable[[Request, TokenRecord], bool] | None = None
+    width: int = 1
+    choice: str = "vote"
+    is_random: bool = False
+
+
+def _is_forked(request: Request, token: TokenRecord) -> bool:
+    return token.regime == "lehv"
+
+
+def _is_uncertain(request: Request, token: TokenRecord) -> bool:
+    return token.regime in _UNCERTAIN
+
+
+def _is_first(request: Request, token: TokenRecord) -> bool:
+    return token.position == len(request.prompt)
+
+
+SINGLE = Method("single", choice="first")
+METHODS: Mapping[str, Method] = MappingProxyType(
+    {
+        method.name: method
+        for method in (
+            Method("self-consistency"),
+            Method("best-of-n", choice="likeliest"),
+            Method("surest-of-n", choice="surest"),
+            Method("dts", _is_forked, 3),
+            Method("dts-greedy", _is_forked, 3, "first"),
+            Method("eager", _is_uncertain, 2),
+            Method("random-forks", _is_forked, 3, is_random=True),
+            Method("start-forks", _is_first, 0),
+        )
+    }
+)
+
+
+def find_method(name: str) -> Method:
+    """Returns a method by its name.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    if name not in METHODS:
+        raise UserError(f"no method '{name}'{nearest(name, [*METHODS])}")
+    return METHODS[name]
+
+
+def recording_for(method: Method, forks: int, *, check: bool = False) -> Recording:
+    """Returns the recording that an engine needs for a method with at most `forks` continuations;
+    for `check` see `Recording`."""
+    if method.forks_at is None or forks == 1:
+        return Recording(check=check)
+    return Recording(top=method.width or forks, state=True, check=check)
+
+
+@dataclass(frozen=True)
+class Fork:
+    """`row` parted from `parent` at a position, with another token. Rows are indices."""
+
+    row: int
+    parent: int
+    position: int
+    token_id: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a search.
+
+    Attributes:
+        rows: the continuations, in the order in which they began.
+        forks: how they came about.
+        chosen: the index of the chosen one.
+        answer: of the chosen one; None if it has none, or if nothing extracts answers.
+        votes: how many continuations give each answer, the most frequent first.
+        forwards: token positions that were evaluated, shared ones once.
+    """
+
+    rows: Sequence[Row]
+    forks: Sequence[Fork]
+    chosen: int
+    answer: str | None
+    votes: Mapping[str, int]
+    forwards: int
+
+    @property
+    def row(self) -> Row:
+        """The chosen continuation."""
+        return self.rows[self.chosen]
+
+    def to_json(self) -> dict[str, Any]:
+        """The chosen text, its answer, the votes and forwards, and all continuations, each with the
+        fork that it began with."""
+        forks = {fork.row: asdict(fork) for fork in self.forks}
+        rows = [
+            forks.get(i, {}) | {"row": i, "text": row.text, "finish_reason": row.finish_reason}
+            for i, row in enumerate(self.rows)
+        ]
+        return {
+            "text": self.row.text,
+            "chosen": self.chosen,
+            "answer": self.answer,
+            "votes": dict(self.votes),
+            "forwards": self.forwards,
+            "continuations": rows,
+        }
+
+
+@dataclass(eq=False)
+class Search:
+    """One prompt's search. Its rows carry it as their requests' `tag`.
+
+    Attributes:
+        request: of the first continuation; `tag` is the caller's.
+        forks: most continuations.
+    """
+
+    request: Request
+    method: Method = SINGLE
+    forks: int = 1
+    rows: list[Row] = field(default_factory=list)
+    made: list[Fork] = field(default_factory=list)
+    _at: int = 0  # index of the generated token that is decided next
+    _first: int | None = None  # the continuation that ended first
+    # How many continuations fork at each generated token, where they fork at random.
+    _picks: Counter[int] | None = None
+    _random: Random = field(default_factory=Random)
+
+    def begin(self) -> list[Row]:
+        """Returns the rows to hand to the engine."""
+        number = self.forks if self.method.forks_at is None else 1
+        request = replace(self.request, tag=self)
+        ids = [request.row_id, *(f"{request.row_id}.{i}" for i in range(1, number))]
+        self.rows = [Row(replace(request, row_id=row_id), number=i) for i, row_id in enumerate(ids)]
+        return [*self.rows]
+
+    def advance(self, engine: Engine) -> bool:
+        """Decides what the tokens so far allow to decide. Returns whether the search has ended."""
+        while self._first is None and self._is_known():
+            ended = (i for i, row in enumerate(self.rows) if self._ends_here(row))
+            if self._ends_early and (first := next(ended, None)) is not None:
+                self._first = first
+                for row in self.rows:
+                    if row.finish_reason is None:
+                        engine.end(row)
+            else:
+                for index in self._due():
+                    self._fork(engine, index, self.rows[index])
+            self._at += 1
+        if any(row.finish_reason is None for row in self.rows):
+            return False
+        if self.method.is_random and self._picks is None and self.made:
+            self._begin_again(engine)
+            return False
+        return True
+
+    def outcome(self, extract: Extract | None = None) -> Outcome:
+        """Returns the result of a search that has ended. `extract` finds the answer in a text.
+
+        Raises:
+            UserError: a vote without answers to count.
+        """
+        if self.method.choice == "vote" and extract is None and len(self.rows) > 1:
+            raise UserError(f"method '{self.method.name}' votes on answers: these texts have none")
+        answers = [None if extract is None or row.error else extract(row.text) for row in self.rows]
+        counts = Counter(answer for answer in answers if answer is not None)
+        chosen = self._choose(answers, counts)
+        return Outcome(
+            rows=tuple(self.rows),
+            forks=tuple(self.made),
+            chosen=chosen,
+            answer=answers[chosen],
+            votes=dict(counts.most_common()),
+            forwards=sum(self._forwards(index) for index in range(len(self.rows))),
+        )
+
+    @property
+    def _ends_early(self) -> bool:
+        """Whether the first continuation that ends is the answer. Not while forks are counted."""
+        return self.method.choice == "first" and not (self.method.is_random and self._picks is None)
+
+    def _is_known(self) -> bool:
+        """Whether every row has its token at the current position, or has ended, and one
+        has it."""
+        has_it = [len(row.tokens) > self._at for row in self.rows]
+        ended = (row.finish_reason is not None for row in self.rows)
+        return any(has_it) and all(map(max, has_it, ended))
+
+    def _ends_here(self, row: Row) -> bool:
+        ends = row.finish_reason is not None and row.error is None
+        return ends and len(row.tokens) == self._at + 1
+
+    def _due(self) -> list[int]:
+        """Returns the continuations that fork at the token that is decided."""
+        here = [index for index, row in enumerate(self.rows) if self._may_fork(row)]
+        if self._picks is not None:
+            number = min(self._picks[self._at], len(here))
+            self._picks[self._at + 1] += self._picks[self._at] - number  # the next token's turn
+            return sorted(self._random.sample(here, number))
+        forks_at = self.method.forks_at
+        tokens = ((index, self.rows[index].tokens[self._at]) for index in here)
+        return [i for i, token in tokens if forks_at and forks_at(self.request, token)]
+
+    def _may_fork(self, row: Row) -> bool:
+        """Whether a continuation has a token at the current position, chosen by the model, and
+        can be taken up there. Within a text that was committed at once it cannot."""
+        at, tokens = self._at, row.tokens
+        if len(tokens) <= at or tokens[at].action in _FORCED or tokens[at].top is None:
+            return False
+        return at == 0 or tokens[at - 1].state is not None
+
+    def _fork(self, engine: Engine, index: int, row: Row) -> None:
+        """Forks a continuation at the token that is decided, as far as the budget allows."""
+        token = row.tokens[self._at]
+        never = {token.token_id, *self.request.sampler.settings.unwritable.tolist()}
+        others = [token_id for token_id, *_ in token.top or () if token_id not in never]
+        room = self.forks - len(self.rows)
+        for token_id in others[: (self.method.width or self.forks) - 1][:room]:
+            (fork,) = engine.fork(row, 1, position=token.position)
+            engine.force(fork, [token_id])
+            self.made.append(Fork(len(self.rows), index, token.position, token_id))
+            self.rows.append(fork)
+
+    def _begin_again(self, engine: Engine) -> None:
+        """Begins the random search, now that it is known how often the method forks: as often, at
+        tokens that are drawn from the length of the first continuation."""
+        crossings = len({(fork.parent, fork.position) for fork in self.made})
+        length = len(self.rows[0].tokens)
+        self._random.seed(f"{self.request.seed}:{self.request.row_id}")
+        self._picks = Counter(self._random.randrange(length) for _ in range(crossings))
+        self.rows = engine.fork(self.rows[0], 1, position=len(self.request.prompt))
+        self.made, self._at, self._first = [], 0, None
+
+    def _choose(self, answers: Sequence[str | None], counts: Counter[str]) -> int:
+        choice, numbers = self.method.choice, range(len(self.rows))
+        if choice == "first":
+            return self._first or 0
+        if choice == "vote":
+            winner = max(counts, key=lambda answer: counts[answer]) if counts else None
+            return answers.index(winner)
+        value = _mean_logprob if choice == "likeliest" else _lowest_confidence
+        sound = [index for index in numbers if self.rows[index].error is None] or numbers
+        return max(sound, key=lambda index: value(self.rows[index]))
+
+    def _forwards(self, index: int) -> int:
+        """Returns the token positions that only this continuation evaluated, up to the end of the
+        search. That its fork reads the last shared token again does not count."""
+        row = self.rows[index]
+        fork = next((fork for fork in self.made if fork.row == index), None)
+        begin = 0 if fork is None else fork.position - len(self.request.prompt)
+        end = len(row.tokens) if self._first is None else min(len(row.tokens), self._at)
+        if end <= begin:
+            return 0
+        shared = row.tokens[begin - 1].forwards + 1 if begin else 0
+        return row.tokens[end - 1].forwards - shared
+
+
+def run_searches(engine: Engine, searches: Iterable[Search]) -> Iterator[Search]:
+    """Runs searches side by side, and yields each when it has ended."""
+    source = (row for search in searches for row in search.begin())
+    for event in engine.run(source):
+        search: Search = event.row.request.tag
+        if search.advance(engine):
+            yield search
+
+
+def search(
+    model: LanguageModel,
+    request: Request,
+    method: Method,
+    forks: int,
+    extract: Extract | None = None,
+    *,
+    check: bool = False,
+    on_engine: Callable[[Engine], Any] = lambda engine: None,
+) -> Outcome | None:
+    """Runs the search of one prompt with at most `forks` continuations. `on_engine` is given the
+    engine, so that it can be stopped: then there is no outcome.
+
+    Raises:
+        UserError: see `check_request`; a vote without `extract`; or too little memory.
+    """
+    longest = len(request.prompt) + check_request(model, request)
+    engine = Engine(
+        model,
+        slots=forks,
+        capacity=bucket(longest, MIN_CAPACITY),
+        recording=recording_for(method, forks, check=check),
+    )
+    on_engine(engine)
+    ended = next(run_searches(engine, [Search(request, method, forks)]), None)
+    return None if ended is None else ended.outcome(extract)
+
+
+def _mean_logprob(row: Row) -> float:
+    tokens = row.tokens
+    return sum(token.logprob for token in tokens) / len(tokens) if tokens else -float("inf")
+
+
+def _lowest_confidence(row: Row) -> float:
+    groups = row.group_confidences()
+    return float(groups.min()) if groups.size else 0.0

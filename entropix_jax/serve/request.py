@@ -1,0 +1,340 @@
+"""From the body of a request to rows for the engine."""
+
+import json
+import re
+import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+from entropix_jax.engine.preparation import CalibratedSampler, calibrate_sampler, describe_token
+from entropix_jax.engine.results import Request, Row
+from entropix_jax.engine.running import find_no_token
+from entropix_jax.errors import UserError, nearest
+from entropix_jax.model.loading import LanguageModel
+from entropix_jax.sampler.keys import scalars
+from entropix_jax.sampler.mechanisms import MECHANISMS
+from entropix_jax.sampler.presets import is_preset, load_sampler, preset_names
+from entropix_jax.sampler.sampler import Sampler
+from entropix_jax.sampler.settings import MAX_BANS, MAX_BIASES
+from entropix_jax.serve.kept import continue_row
+from entropix_jax.serve.schema import ApiError, Body, Chat, Completion, Generating, unsupported
+from entropix_jax.text.tokenizer import Tokenizer
+
+_SAMPLERS = 256  # samplers in the cache
+_MAX_CHARACTERS = 2**16  # of a sampler's settings
+_DEFAULT_TOKENS = 16  # of a completion, as in the API
+_BAN = -100.0  # the bias that bans a token
+PLAIN, GREEDY = "temperature", "greedy"  # presets
+_ROLES = {"developer": "system"}
+_MIN_TOP_P = scalars()["base.top_p"]["low"]
+_SETTINGS = {
+    "temperature": "base.temperature",
+    "top_p": "base.top_p",
+    "frequency_penalty": "repetition.frequency",
+    "presence_penalty": "repetition.presence",
+    # Of vLLM and llama.cpp.
+    "top_k": "base.top_k",
+    "min_p": "base.min_p",
+    "repetition_penalty": "repetition.penalty",
+}
+_SHAPES = {"temperature", "top_p", "top_k", "min_p"}  # keys that shape the distribution
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The model of a server.
+
+    Attributes:
+        name: its name in the API.
+        sampler: of requests without sampling options.
+        context: cache positions of a row.
+        top: maximum number of alternatives per token.
+    """
+
+    name: str
+    model: LanguageModel
+    sampler: Sampler
+    context: int
+    top: int
+
+    def check_name(self, body: Body) -> None:
+        """Raises ApiError (404) if a request names another model."""
+        if body.model != self.name:
+            message = f"no model {body.model!r}: this server has {self.name!r}"
+            raise ApiError(message, status=404, param="model", code="model_not_found")
+
+    def check_tokens(self, tokens: Sequence[int], place: str, param: str) -> None:
+        """Raises ApiError if one of the numbers is not a token id. The message begins with the
+        `place` of the numbers."""
+        if (wrong := find_no_token(self.model, tokens)) is not None:
+            raise ApiError(f"{place} holds {describe_token(self.model, wrong)}", param=param)
+
+    def choose_sampler(
+        self,
+        choice: str | Mapping[str, Any] | None = None,
+        changes: Mapping[str, Any] | None = None,
+        base: CalibratedSampler | None = None,
+    ) -> CalibratedSampler:
+        """Returns a request's sampler. Equal ones are one object while they are in the cache.
+
+        Args:
+            choice: the name of a preset, or settings, whose key `extends` names one.
+            changes: further settings.
+            base: the sampler without a preset, by default the server's.
+
+        Raises:
+            ApiError: there is no such preset, or a setting is wrong.
+        """
+        own = {"extends": choice} if isinstance(choice, str) else choice
+        settings: dict[str, Any] = {**(own or {}), **(changes or {})}
+        preset = settings.pop("extends", None)
+        if base is not None and preset is None and not settings:
+            return base
+        written = (
+            None if base is None or preset is not None else [base.name, {**base.sampler.written}]
+        )
+        key = json.dumps([preset, written, settings], sort_keys=True)
+        try:
+            if len(key) > _MAX_CHARACTERS:
+                message = f"the sampler's settings take more than {_MAX_CHARACTERS} characters"
+                raise UserError(message)
+            calibrated: CalibratedSampler = self._calibrated(key)
+        except UserError as error:
+            raise ApiError(str(error), param="entropix.sampler") from None
+        return calibrated
+
+    @cached_property
+    def _calibrated(self) -> Any:
+        return lru_cache(_SAMPLERS)(self._calibrate)
+
+    def _calibrate(self, key: str) -> CalibratedSampler:
+        preset, written, settings = json.loads(key)
+        sampler = self.sampler
+        if written is not None:
+            name, values = written
+            sampler = Sampler(name, "", values, mechanisms=sampler.mechanisms)
+        elif preset is not None:
+            if not is_preset(preset):  # the name of a file is refused
+                names = preset_names()
+                raise UserError(f"no sampler preset {preset!r}{nearest(str(preset), names)}")
+            sampler = load_sampler(preset, sampler.mechanisms[len(MECHANISMS) :])
+        return calibrate_sampler(sampler.with_values(settings), self.model)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt, and its text if the answer repeats it."""
+
+    tokens: Sequence[int]
+    text: str = ""
+
+    def texts(self, tokenizer: Tokenizer) -> list[str]:
+        """Returns what each token adds to the text. A beginning-of-text token adds nothing, unless
+        the text names it."""
+        stream = tokenizer.stream(skip_special=False)
+        texts = [stream.push(token) for token in self.tokens]
+        if self.tokens[0] == tokenizer.bos_id and not self.text.startswith(texts[0]):
+            texts[0] = ""
+        return texts
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """A checked request: rows to generate, and the form of their answer.
+
+    Attributes:
+        prompts: each has `body.n` choices.
+        rows: of the choices, prompt by prompt. Empty if only prompts are repeated.
+        sampler: of the rows, and of the prompts' scores.
+        top: alternatives per token. None: no log-probabilities.
+        chat: whether the answer is a chat completion.
+        echo: whether the answer repeats the prompts.
+    """
+
+    body: Generating
+    prompts: Sequence[Prompt]
+    rows: Sequence[Row]
+    sampler: CalibratedSampler
+    top: int | None
+    chat: bool = False
+    echo: bool = False
+
+
+def completion_request(served: ServedModel, body: Completion) -> GenerationRequest:
+    """Returns the rows of a completion's prompts.
+
+    Raises:
+        ApiError: options exclude each other.
+        UserError: the model cannot read a prompt.
+    """
+    if body.best_of not in (None, body.n):
+        raise unsupported("best_of")
+    budget = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    if budget == 0 and not body.echo:
+        raise ApiError("max_tokens: 0 requires echo", param="max_tokens")
+    tokenizer, prompts = served.model.tokenizer, []
+    encode = tokenizer.encode_plain if body.entropix.escape_special else tokenizer.encode
+    for given in body.prompts:
+        is_text = isinstance(given, str)
+        tokens = encode(given, add_bos=True) if is_text else given
+        _check_prompt(served, tokens, budget)
+        text = given if is_text else tokenizer.decode(tokens, skip_special=False)
+        prompts.append(Prompt(tokens, text))
+    return _new_rows(served, body, prompts, budget, body.logprobs, echo=body.echo)
+
+
+def continuation_request(served: ServedModel, body: Completion, row: Row) -> GenerationRequest:
+    """Returns a row that continues a kept one, whose options it has unless the request has others.
+
+    Raises:
+        ApiError: options exclude each other.
+        UserError: the row cannot continue there.
+    """
+    own, old, place = body.entropix, row.request, body.entropix.begin
+    assert place is not None
+    if body.best_of not in (None, body.n):
+        raise unsupported("best_of")
+    if own.id is not None:
+        raise ApiError("entropix.id cannot be combined with entropix.from", param="entropix")
+    for name, default in (("prompt", None), ("echo", False), ("n", 1)):
+        if getattr(body, name) != default:
+            raise ApiError(f"{name} cannot be combined with entropix.from", param=name)
+    if body.max_tokens == 0:
+        raise ApiError("max_tokens must be at least 1", param="max_tokens")
+    _check_top(served, body.logprobs, "logprobs")
+    served.check_tokens(place.token, "entropix.from", "entropix")
+    left = old.max_new_tokens - place.position
+    budget = body.max_tokens or (left if left > 0 else _DEFAULT_TOKENS)
+    request = replace(
+        old,
+        sampler=_sampler(served, body, old.sampler),
+        max_new_tokens=min(place.position + budget, 2**31 - 1),
+        seed=old.seed if body.seed is None else body.seed,
+        stop=body.stop if "stop" in body.model_fields_set else old.stop,
+    )
+    new = continue_row(
+        served.model, row, request, place.position, place.token, capacity=served.context
+    )
+    read = [*old.prompt, *(token.token_id for token in new.tokens)]
+    return GenerationRequest(body, [Prompt(read)], [new], request.sampler, body.logprobs)
+
+
+def chat_request(served: ServedModel, body: Chat) -> GenerationRequest:
+    """Returns the rows of a chat. If its last message is the assistant's, they continue it.
+
+    Raises:
+        ApiError: options exclude each other.
+        UserError: the model cannot read the messages.
+    """
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError("top_logprobs requires logprobs", param="top_logprobs")
+    for name in ("max_tokens", "max_completion_tokens"):
+        if getattr(body, name) == 0:
+            raise ApiError(f"{name} must be at least 1", param=name)
+    if body.entropix.begin is not None:
+        message = "entropix.from: only /v1/completions continues rows"
+        raise unsupported("entropix.from", message)
+    messages = [{**m, "role": _ROLES.get(m["role"], m["role"])} for m in body.messages]
+    tokens = served.model.tokenizer.apply_chat(
+        messages,
+        variables=body.chat_template_kwargs,
+        begun=messages[-1]["role"] == "assistant",
+        escape=body.entropix.escape_special is not False,
+    )
+    budget = body.max_completion_tokens or body.max_tokens or served.context
+    _check_prompt(served, tokens, budget)
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    return _new_rows(served, body, [Prompt(tokens)], budget, top, messages=messages)
+
+
+def _new_rows(
+    served: ServedModel,
+    body: Generating,
+    prompts: Sequence[Prompt],
+    budget: int,
+    top: int | None,
+    *,
+    echo: bool = False,
+    messages: Sequence[dict[str, str]] | None = None,
+) -> GenerationRequest:
+    chat = messages is not None
+    _check_top(served, top, "top_logprobs" if chat else "logprobs")
+    if body.entropix.id is not None and body.rows != 1:
+        raise ApiError("entropix.id requires a request of one row", param="entropix")
+    common = Request(
+        (),
+        _sampler(served, body),
+        max_new_tokens=max(budget, 1),
+        seed=secrets.randbits(31) if body.seed is None else body.seed,
+        eos_ids=() if body.ignore_eos else served.model.end_ids(chat=chat),
+        stop=body.stop,
+        messages=messages,
+    )
+    rows: list[Row] = []
+    # Ids count a prompt's choices, so equal prompts of a request draw differently, and a prompt's
+    # choices do not depend on its place in the list.
+    seen: Counter[tuple[int, ...]] = Counter()
+    for prompt in prompts:
+        for choice in range(body.n if budget else 0):
+            row_id = body.entropix.id or str(seen[tuple(prompt.tokens)])
+            seen[tuple(prompt.tokens)] += 1
+            rows.append(Row(replace(common, prompt=prompt.tokens, row_id=row_id), number=choice))
+    return GenerationRequest(body, prompts, rows, common.sampler, top, chat, echo)
+
+
+def _check_top(served: ServedModel, top: int | None, name: str) -> None:
+    if (top or 0) > served.top:
+        limit = f"at most {served.top} alternatives of a token"
+        raise ApiError(f"this server gives {limit} (--top-logprobs)", param=name)
+
+
+def _check_prompt(served: ServedModel, tokens: Sequence[int], budget: int) -> None:
+    """Raises ApiError for a prompt that is empty, leaves no room for a token if there is a budget,
+    or holds a number that is not a token id."""
+    if not tokens:
+        raise ApiError("the prompt is empty", param="prompt")
+    if len(tokens) + min(budget, 1) > served.context:
+        message = f"the prompt has {len(tokens)} tokens, a row has room for {served.context}"
+        raise ApiError(message, code="context_length_exceeded")
+    served.check_tokens(tokens, "the prompt", "prompt")
+
+
+def _sampler(
+    served: ServedModel, body: Generating, base: CalibratedSampler | None = None
+) -> CalibratedSampler:
+    """Returns a request's sampler. `base` is the one of the row that it continues."""
+    choice, given = body.entropix.sampler, body.model_fields_set
+    changes = {key: getattr(body, name) for name, key in _SETTINGS.items() if name in given}
+    if changes.get("base.top_k") == -1:  # disables it, as 0 does
+        changes["base.top_k"] = 0
+    if "top_p" in given:
+        changes["base.top_p"] = max(changes["base.top_p"], _MIN_TOP_P)
+    if "logit_bias" in given:
+        changes |= _biases(served, body.logit_bias)
+    if choice is None and base is None and _SHAPES & given:
+        # Only the API's keys: a plain draw, at temperature 1 by default.
+        choice = GREEDY if body.temperature == 0 else PLAIN
+        changes = {"base.temperature": 1.0} | changes
+    return served.choose_sampler(choice, changes, base)
+
+
+def _biases(served: ServedModel, bias: Mapping[str, float]) -> dict[str, Any]:
+    """Returns the settings of biases by token id, which replace all biases of the sampler."""
+    for token in bias:
+        # "05" is refused: "5" could name the same token twice.
+        if not re.fullmatch("0|[1-9][0-9]{0,9}", token):
+            raise ApiError("logit_bias: keys must be token ids", param="logit_bias")
+    served.check_tokens([*map(int, bias)], "logit_bias", "logit_bias")
+    bans = sorted(int(token) for token, value in bias.items() if value == _BAN)
+    others = sorted([int(token), value] for token, value in bias.items() if value != _BAN)
+    for number, most, values in (
+        (len(bans), MAX_BANS, f"{_BAN:g}, which bans them"),
+        (len(others), MAX_BIASES, f"a bias other than {_BAN:g}"),
+    ):
+        if number > most:
+            message = f"logit_bias: at most {most} tokens may have {values}"
+            raise ApiError(message, param="logit_bias")
+    return {"draw.bans": bans, "draw.bias": others}

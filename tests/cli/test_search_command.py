@@ -1,0 +1,69 @@
+"""`generate --method`: the chosen text, the tree of continuations, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from entropix_jax.cli.search import last_answer
+from entropix_jax.engine.search import METHODS
+from tests.support.commands import one_error, run_command
+
+PROMPT = "Mia has 12 apples and buys 7. How many apples does Mia have?"
+MODEL = ("generate", "--model", "tiny", "--sampler", "min-p")
+ASKED = (*MODEL, "--prompt", PROMPT, "--max-new-tokens", 20)
+
+
+def test_the_chosen_text_and_the_tree() -> None:
+    found = run_command(*ASKED, "--method", "eager", "--forks", 4, "--vote", "--format", "json")
+    told = json.loads(found.out)
+    rows = told["continuations"]
+    assert 1 < len(rows) <= 4
+    assert told["text"] == rows[told["chosen"]]["text"]
+    assert told["votes"][told["answer"]] == max(told["votes"].values())
+    assert all(row["parent"] < row["row"] for row in rows[1:])
+    shown = run_command(*ASKED, "--method", "eager", "--forks", 4, "--vote")
+    assert shown.out == f"{told['text']}\n"
+    lines = shown.err.splitlines()
+    tree = [line for line in lines if line[:1] in "* " and line.strip("* ")[:1].isdigit()]
+    assert len(tree) == len(rows)
+    assert [line.startswith("*") for line in tree].index(True) == told["chosen"]
+    assert f"{len(rows)} continuations, {told['forwards']} forward passes | votes: " in shown.err
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("vote", [(), ("--vote",)])
+def test_every_method_ends_with_a_text(name: str, vote: tuple[str, ...]) -> None:
+    """Also where the text ends at a stop string, which is not printed."""
+    for stop in ((), ("--stop", ".")):
+        found = run_command(*ASKED, "--method", name, "--forks", 3, *vote, *stop)
+        assert found.status == 0
+        text = found.out.removesuffix("\n")
+        assert text
+        assert not (stop and "." in text)
+
+
+def test_what_a_vote_counts() -> None:
+    texts = {
+        "1,250 or 7.": "7",
+        "pages 3-7": "7",
+        "It is Rome.\n": "it is rome",
+        "is it -3.5": "-3.5",
+        " ": None,
+    }
+    assert {text: last_answer(text) for text in texts} == texts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--method", "dst"], "no method 'dst', did you mean 'dts'?"),
+        (["--method", "dts", "--forks", 0], "--forks must be at least 1, not 0"),
+        (["--method", "dts", "--forks", 33], "--forks"),
+        (["--vote"], "--vote goes with --method"),
+        (["--method", "dts", "--samples", 2], "--method goes without --samples"),
+    ],
+)
+def test_refusals(arguments: list[object], message: str) -> None:
+    one_error(run_command(*ASKED, *arguments), message)

@@ -1,0 +1,311 @@
+"""Rules, transforms and arms of one's own: in mixed batches, and from the command line."""
+
+import re
+import runpy
+import sys
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import entropix_jax
+from entropix_jax.__main__ import main
+from entropix_jax.engine.decode import decode
+from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.preparation import calibrate_sampler
+from entropix_jax.engine.results import Request
+from entropix_jax.engine.state import ENDED_BY, Recording
+from entropix_jax.errors import UserError
+from entropix_jax.model.loading import LanguageModel
+from entropix_jax.names import BOXES
+from entropix_jax.sampler.context import Context, draw
+from entropix_jax.sampler.control import end, force, fork
+from entropix_jax.sampler.mechanism import Mechanism
+from entropix_jax.sampler.presets import code_identity, load_sampler
+from entropix_jax.sampler.sampler import Sampler
+from entropix_jax.sampler.settings import Parts
+from tests.support.samplers import HOST, LITERAL, Job, Line, generate, tiny_model
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+MIROSTAT_2 = runpy.run_path(str(EXAMPLES / "mirostat_2.py"))["MIROSTAT_2"]
+
+
+def even(logits: jax.Array, ctx: Context) -> jax.Array:
+    """Tokens of even number."""
+    token = jnp.arange(logits.shape[0], dtype=jnp.int32)
+    return jnp.where(token % 2 == 0, logits, -jnp.inf)
+
+
+def no_echo(logits: jax.Array, ctx: Context) -> jax.Array:
+    """Never the last token again, nor, once the distribution is sharp, token 5."""
+    last = ctx.history[ctx.length - 1]
+    logits = logits.at[last].set(-jnp.inf)
+    return jnp.where(ctx.metrics.entropy < 1.0, logits.at[5].set(-jnp.inf), logits)
+
+
+PLAIN = load_sampler("temperature").with_mechanism(MIROSTAT_2).with_truncation("even", even)
+PLAIN = PLAIN.with_logits("no_echo", no_echo).with_values({"truncation.rule": "nucleus"})
+
+
+def requests(model: LanguageModel) -> list[Request]:
+    """Rows of all rules, several settings of one among them."""
+    changes: list[dict[str, Any]] = [
+        {},
+        {"truncation.rule": "even"},
+        {"truncation.rule": "mirostat_2"},
+        {"truncation.rule": "mirostat_2", "mirostat_2.target": 0.5, "mirostat_2.rate": 1.0},
+        {"truncation.rule": "eta"},
+        {"repetition.penalty": 1.5},
+    ]
+    prompt = model.tokenizer.encode("Once", add_bos=True)
+    samplers = [
+        entropix_jax.calibrate_sampler(PLAIN.with_values({**one, "base.temperature": 1.3}), model)
+        for one in changes
+    ]
+    return [
+        Request(prompt, sampler, max_new_tokens=24, row_id=str(number))
+        for number, sampler in enumerate(samplers)
+    ]
+
+
+def run(model: LanguageModel, requests: list[Request], slots: int) -> dict[str, list[int]]:
+    """The tokens of each row."""
+    rows = {
+        event.row.request.row_id: event.row
+        for event in Engine(model, slots=slots, capacity=64).run(requests)
+    }
+    return {row_id: [token.token_id for token in row.tokens] for row_id, row in rows.items()}
+
+
+def test_each_row_is_drawn_by_its_own(tiny: LanguageModel) -> None:
+    """And by no other row's rule, in slots in which the rules arrive one after another."""
+    everything = requests(tiny)
+    tokens = run(tiny, everything, slots=3)
+    assert len({tuple(own) for own in tokens.values()}) == len(everything)
+    assert all(token % 2 == 0 for token in tokens["1"])
+    assert any(token % 2 for token in tokens["0"])
+    for own in tokens.values():  # the transform is every row's
+        assert all(one != other for one, other in pairwise(own))
+    assert run(tiny, [everything[3]], slots=1) == {"3": tokens["3"]}
+
+
+@pytest.mark.parametrize("verdict", [fork, force])
+def test_a_verdict_without_tokens_commits_the_drawn_one(tiny: LanguageModel, verdict: Any) -> None:
+    nothing = Mechanism("nothing", control=lambda ctx, token: verdict(jnp.full(3, -1)))
+    plain = load_sampler("min-p")
+    rows = [
+        entropix_jax.generate(tiny, "Once", sampler, max_new_tokens=12, ignore_eos=True)[0]
+        for sampler in (plain, plain.with_mechanism(nothing))
+    ]
+    told = [[(token.token_id, token.action) for token in row.tokens] for row in rows]
+    assert told[0] == told[1]
+
+
+def test_mirostat_2_steers_to_its_target(tiny: LanguageModel) -> None:
+    """What the rule keeps and what it learns, against the algorithm in plain Python."""
+    sampler = load_sampler("temperature").with_mechanism(MIROSTAT_2)
+    sampler = sampler.with_values(
+        {"truncation.rule": "mirostat_2", "mirostat_2.target": 1.0, "base.temperature": 1.0}
+    )
+    programs = []
+    for target in (1.0, 0.5, 2.0):
+        changed = sampler.with_values({"mirostat_2.target": target})
+        (row,) = entropix_jax.generate(
+            tiny, "Once", changed, max_new_tokens=40, ignore_eos=True, recording=Recording(top=1)
+        )
+        programs.append(decode._cache_size())  # type: ignore[attr-defined]
+        mu = 2.0 * target
+        for token in row.tokens:
+            assert token.top is not None
+            surprise = -token.logprob / np.log(2)
+            assert surprise <= mu + 1e-4 or token.token_id == token.top[0][0]
+            mu -= 0.1 * (surprise - target)
+    assert programs[1] == programs[2]  # settings are traced
+
+
+def test_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file may name what a plugin has; without the plugin it is refused, in one line."""
+    for folder in (EXAMPLES, tmp_path):
+        monkeypatch.syspath_prepend(str(folder))
+    (tmp_path / "own_broken.py").write_text("1 / 0")
+    (tmp_path / "own_wrong.py").write_text("MECHANISMS = [1]")
+    file = tmp_path / "own.toml"
+    file.write_text(
+        'extends = "temperature"\n[truncation]\nrule = "mirostat_2"\n[mirostat_2]\ntarget = 1.5\n'
+    )
+    arguments = ["--model", "tiny", "--prompt", "Once", "--max-new-tokens", "8"]
+    assert main(["generate", *arguments, "--sampler", str(file), "--plugin", "mirostat_2"]) == 0
+    capsys.readouterr()
+    for plugin, problem in (
+        ([], "no sampler key 'mirostat_2.target'"),
+        (["--plugin", "no_such_module"], "no module 'no_such_module': give its name, without .py"),
+        (["--plugin", "own_wrong"], "own_wrong: has no MECHANISMS"),
+        (["--plugin", "own_broken"], "own_broken: cannot be imported: ZeroDivisionError"),
+    ):
+        assert main(["generate", *arguments, "--sampler", str(file), *plugin]) == 2
+        assert problem in capsys.readouterr().err
+    sys.modules.pop("mirostat_2", None)
+
+
+def test_a_run_that_is_continued_knows_its_mechanisms() -> None:
+    """By the source files that they are from; without any there is nothing to know."""
+    assert code_identity(load_sampler(LITERAL).mechanisms) == {}
+    one = code_identity(load_sampler(LITERAL).with_logits("no_echo", no_echo).mechanisms)
+    other = code_identity(load_sampler(LITERAL).with_mechanism(Mechanism("x")).mechanisms)
+    assert one.keys() == other.keys() == {"mechanisms"}
+    assert one != other
+
+
+def test_names_that_are_taken() -> None:
+    for name, problem in (("eta", "a mechanism 'eta'"), ("base", "a section 'base'")):
+        with pytest.raises(UserError, match=f"there is {problem} already"):
+            load_sampler(LITERAL).with_logits(name, no_echo)
+    with pytest.raises(UserError, match=r"truncation\.rule = 'no_echo': must be one of"):
+        PLAIN.with_values({"truncation.rule": "no_echo"})
+    with pytest.raises(UserError, match=r"arms\.mid = 'even': must be one of"):
+        PLAIN.with_values({"arms.mid": "even"})
+
+
+def test_mistakes_of_a_users_function_are_one_line(tiny: LanguageModel) -> None:
+    """One that fails, or returns something else than it should, is told of by its name, and where
+    it failed."""
+
+    def kept(logits: jax.Array, *_: Any) -> jax.Array:
+        return logits > 0  # a mask
+
+    def nothing(*_: Any) -> Any:
+        return None
+
+    takes_one: Any = partial(lambda logits: logits)
+    plain, vocab = load_sampler("temperature"), tiny.config.vocab_size
+    wrong = {
+        f"mechanism 'half': `logits` must return float32 [{vocab}], not float32 [{vocab // 2}]": (
+            plain.with_logits("half", lambda logits, *_: logits[: vocab // 2])
+        ),
+        f"mechanism 'sure': `rule` must return float32 [{vocab}], not bool [{vocab}]": (
+            plain.with_truncation("sure", kept)
+        ),
+        f"mechanism 'none': `rule` must return float32 [{vocab}], not NoneType": (
+            plain.with_truncation("none", nothing)
+        ),
+        "mechanism 'arm': `propose` must return Proposal, not NoneType": (
+            plain.with_arm("arm", nothing).with_values({"arms.mid": "arm"})
+        ),
+        "mechanism 'one': `logits`: TypeError: ": plain.with_logits("one", takes_one),
+    }
+    for message, sampler in wrong.items():
+        with pytest.raises(UserError, match=re.escape(message)):
+            run_once(tiny, sampler)
+    # A branch on a traced value: its own line is told, and only the first line of JAX's reasons.
+    with pytest.raises(UserError) as told:
+        run_once(tiny, plain.with_logits("branches", branches))
+    assert str(told.value).startswith("mechanism 'branches': `logits`: TracerBoolConversionError: ")
+    assert str(told.value).endswith(f"({__file__}, line {branches.__code__.co_firstlineno + 1})")
+    assert "\n" not in str(told.value)
+
+
+def branches(logits: jax.Array, ctx: Context) -> jax.Array:
+    return logits if ctx.metrics.entropy > 1 else -logits
+
+
+def run_once(model: LanguageModel, sampler: Sampler) -> None:
+    run(model, [Request([1, 2], calibrate_sampler(sampler, model), max_new_tokens=1)], slots=1)
+
+
+# The example of docs/adding-an-arm.md, and a mechanism that ends the row
+
+MODEL = tiny_model()
+# Every step is HEHV, and nothing loops.
+LOST = {f"regimes.{box}": ["entropy < -1"] for box in BOXES} | {
+    "regimes.hehv": ["entropy > -1"],
+    "loop.max_period": 0,
+}
+
+
+SAMPLER = (
+    load_sampler(LITERAL)
+    .with_mechanism(runpy.run_path(str(EXAMPLES / "change_course.py"))["CHANGE_COURSE"])
+    .with_mechanism(
+        Mechanism(
+            "give_up",
+            lambda ctx: draw("give_up", ctx, temperature=0.0),
+            control=lambda ctx, token: end(),
+        )
+    )
+    .with_values({**LOST, "arms.hehv": "change_course", "change_course.words": "abc"})
+)
+
+
+def job_of(row_id: str = "0", **changes: Any) -> Job:
+    values = {key.replace("__", "."): value for key, value in changes.items()}
+    settings = SAMPLER.with_values(values).settings(**HOST)
+    return Job([5, 6, 7], settings, budget=12, row_id=row_id)
+
+
+def generate_own(jobs: list[Job]) -> list[list[Line]]:
+    names = frozenset(mechanism.name for mechanism in SAMPLER.mechanisms)
+    return generate(MODEL, jobs, parts=Parts(SAMPLER.mechanisms, names))
+
+
+JOBS = [
+    job_of(),
+    job_of("1", change_course__patience=1),
+    job_of("2", change_course__patience=5, change_course__words="xy"),
+    job_of("3", arms__hehv="give_up"),
+]
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[list[Any]]:
+    return generate_own(JOBS)
+
+
+def test_a_text_after_so_many_lost_tokens(rows: list[list[Any]]) -> None:
+    told = ["".join(step.action[0] for step in steps) for steps in rows[:3]]
+    assert told == ["rrrcccrrrccc", "rcccrcccrccc", "rrrrrccrrrrr"]  # `resample`, `change_course`
+    for steps, words in zip(rows, ("abc", "abc", "xy"), strict=False):
+        written = [step.token for step in steps if step.action == "change_course"]
+        assert written == [*words.encode()] * (len(written) // len(words))
+
+
+def test_a_mechanism_may_end_its_row(rows: list[list[Any]]) -> None:
+    """With the token of the step that acts; the rows beside it go on."""
+    (step,) = rows[3]
+    give_up = [mechanism.name for mechanism in SAMPLER.mechanisms].index("give_up")
+    assert (step.action, step.position, step.status) == ("give_up", 3, ENDED_BY + give_up)
+    greedy = job_of(arms__hehv="argmax")
+    assert step.token == generate_own([greedy])[0][0].token
+    assert [len(steps) for steps in rows[:3]] == [12, 12, 12]
+
+
+def test_a_row_is_itself_whatever_runs_beside_it(rows: list[list[Any]]) -> None:
+    """And its settings are traced: others compile nothing."""
+    jitted: Any = decode
+    generate_own([*JOBS[:3], job_of(change_course__patience=7, change_course__words="")])
+    programs = jitted._cache_size()
+    generate_own(JOBS)
+    assert jitted._cache_size() == programs
+    for job, steps in zip(JOBS, rows, strict=True):
+        (again,) = generate_own([job])
+        assert [(s.token, s.action) for s in again] == [(s.token, s.action) for s in steps]
+
+
+def test_as_a_user_sees_it(tiny: LanguageModel, tmp_path: Path) -> None:
+    """Its action has its name in results, traces and pages."""
+    sampler: Sampler = SAMPLER.with_values({"change_course.words": " is"})
+    rows = entropix_jax.generate(tiny, "Tom", sampler, max_new_tokens=8, ignore_eos=True)
+    counts = rows[0].to_json()["actions"]
+    assert [*counts] == ["resample", "change_course"]
+    assert counts["resample"] + counts["change_course"] == 8
+    written = [token.token_id for token in rows[0].tokens if token.action == "change_course"]
+    ids = tiny.tokenizer.encode_within(" is")
+    assert written == [*ids] * (len(written) // len(ids))
+    rows.save_report(tmp_path / "run.html")
+    assert "change_course" in (tmp_path / "run.html").read_text()
