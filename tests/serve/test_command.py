@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from entropix_jax.engine.engine import shared_lanes
 from entropix_jax.engine.memory import plan_memory
 from entropix_jax.model.loading import LanguageModel
 from tests.support.commands import one_error, run_command
@@ -25,14 +27,18 @@ def test_it_drains_at_a_signal(tiny: LanguageModel) -> None:
     """What it has begun it answers whole; nobody else is let in."""
     command = "-m entropix_jax.serve --model tiny --port 0 --slots 2 --context 256".split()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, *command], env=environment, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with contextlib.ExitStack() as stack:
+        process = stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, *command], env=environment, stderr=subprocess.PIPE, text=True
+            )
+        )
+        stack.callback(process.kill)  # whatever fails below, it ends
         assert process.stderr is not None
         lines = [process.stderr.readline() for _ in range(3)]
         assert lines[0].startswith("memory of each device: at least")
-        # Two slots, and seven rows for forks.
-        plan = plan_memory(tiny.config, tiny.precision, slots=9, capacity=256, mesh=None)
+        slots = 2 + shared_lanes(2)
+        plan = plan_memory(tiny.config, tiny.precision, slots=slots, capacity=256, mesh=None)
         assert str(plan) in lines[0]
         assert lines[1] == "compiling the usual programs (minutes, once) ...\n"
         assert lines[2].startswith("tiny: page at http://127.0.0.1:")
