@@ -3,6 +3,7 @@
     python scripts/bench.py step     decode steps, the sampler without a model, the model without it
     python scripts/bench.py prefill  prompts
     python scripts/bench.py batch    prompts and budgets of many lengths through slots
+    python scripts/bench.py search   continuations that fork beside independent ones
     python scripts/bench.py start    from the command to the first token
 
 With `--tree FOLDER --tree FOLDER` before the command it runs in each of these checkouts in turn.
@@ -41,6 +42,7 @@ from entropix_jax.engine.prefill import prefill
 from entropix_jax.engine.preparation import (
     DECODE_WINDOW,
     MAX_STEPS,
+    MIN_CAPACITY,
     PREFILL_WINDOW,
     bucket,
     calibrate_sampler,
@@ -48,6 +50,7 @@ from entropix_jax.engine.preparation import (
 from entropix_jax.engine.programs import decode_for_backend
 from entropix_jax.engine.prompts import TOGETHER, may_join
 from entropix_jax.engine.results import Request, Row
+from entropix_jax.engine.search import METHODS, Method, Search, recording_for, run_searches
 from entropix_jax.engine.state import DecodeState, Program, init_state
 from entropix_jax.errors import UserError
 from entropix_jax.host.compile_cache import use_compilation_cache
@@ -315,6 +318,30 @@ def measure_batch(args: argparse.Namespace, figures: Figures, scratch: Path) -> 
         print(f"{name}: {share:.1%} of the slots' steps had a running row")
 
 
+def measure_search(args: argparse.Namespace, figures: Figures, scratch: Path) -> None:
+    """Measures searches of eight continuations for each of 24 questions, in 32 slots: the time of
+    a token position that they evaluate."""
+    model = load(args.model or TINY, "float32", precision=args.precision)
+    sampler = calibrate_sampler(load_sampler(MIN_P), model)
+    prompts = (f"Tell me what you know about the number {number}." for number in range(24))
+    requests = [
+        Request(model.tokenizer.encode(prompt, add_bos=True), sampler, 64, row_id=prompt)
+        for prompt in prompts
+    ]
+    capacity = bucket(max(len(request.prompt) for request in requests) + 64, MIN_CAPACITY)
+
+    def run(method: Method) -> float:
+        searches = [Search(request, method, 8) for request in requests]
+        engine = Engine(model, slots=32, capacity=capacity, recording=recording_for(method, 8))
+        started = time.perf_counter()
+        ended = [one.outcome(lambda text: text) for one in run_searches(engine, searches)]
+        return (time.perf_counter() - started) / sum(outcome.forwards for outcome in ended)
+
+    methods = ("self-consistency", "dts", "eager", "start-forks")
+    own: dict[str, Timed] = {name: partial(run, METHODS[name]) for name in methods}
+    figures.measure(own, tokens=1, kind="search", batch=32)
+
+
 def measure_start(args: argparse.Namespace, figures: Figures, scratch: Path) -> None:
     """Measures the command, with an empty compile cache and with a filled one."""
     model, memory = args.model or TINY, dict[str, list[int]]()
@@ -392,6 +419,7 @@ COMMANDS = {
     "step": (measure_steps, 5),
     "prefill": (measure_prompts, 5),
     "batch": (measure_batch, 1),
+    "search": (measure_search, 3),
     "start": (measure_start, 3),
 }
 
@@ -408,7 +436,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--tree", type=Path, action="append", metavar="FOLDER", help="a checkout")
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="COMMAND")
-    step, prompt, batch, _ = (kinds.add_parser(name, parents=[common]) for name in COMMANDS)
+    step, prompt, batch, *_ = (kinds.add_parser(name, parents=[common]) for name in COMMANDS)
     step.add_argument("--batch", nargs="+", type=int, default=[1, 4, 16, 64], help="rows")
     step.add_argument(
         "--context",
