@@ -1,8 +1,6 @@
 """`entropix-jax generate --method`: several continuations of a prompt, of which one is chosen."""
 
-import re
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from entropix_jax.cli.options import EXIT_OK, print_json
@@ -17,17 +15,7 @@ if TYPE_CHECKING:
     from entropix_jax.engine.search import Method, Outcome
     from entropix_jax.model.loading import LanguageModel
 
-_NUMBER = re.compile(r"(?<![\w.])-?\d+(?:[.,]\d+)*")
 _SHOWN = 60  # characters of a continuation
-
-
-def last_answer(text: str) -> str | None:
-    """Returns what a vote counts: the last number of a text, else its last line, in lower case and
-    without a full stop. None for an empty text."""
-    if numbers := _NUMBER.findall(text):
-        return str(numbers[-1]).replace(",", "")
-    lines = [line.strip().rstrip(".").lower() for line in text.splitlines()]
-    return next(filter(None, reversed(lines)), None)
 
 
 def run_search(
@@ -41,11 +29,10 @@ def run_search(
     form: Literal["text", "json"],
 ) -> int:
     """Runs a search, prints the chosen text and the tree of continuations, and returns the exit
-    status. Without `vote` a method that votes takes the first continuation that ends."""
-    from entropix_jax.engine.search import search
+    status. For `vote` see `Method.with_vote`."""
+    from entropix_jax.engine.search import last_answer, search
 
-    if vote or method.choice == "vote":
-        method = replace(method, choice="vote" if vote else "first")
+    method = method.with_vote(vote)
     engines: list[Engine] = []
 
     def stop() -> None:

@@ -8,6 +8,7 @@ rows run ahead of each other.
 DTS: arXiv 2511.00640. EAGer: arXiv 2510.11170. Self-consistency: Wang et al. 2022.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -28,6 +29,8 @@ MOST_FORKS = 32  # continuations of a prompt
 
 _FORCED = ("inject", "think_end", "budget_forcing")  # actions of tokens that no model chose
 _UNCERTAIN = ("helv", "hehv")  # regimes of high entropy
+
+_NUMBER = re.compile(r"(?<![\w.])-?\d+(?:[.,]\d+)*")
 
 Extract = Callable[[str], str | None]  # the answer in a text
 
@@ -52,6 +55,12 @@ class Method:
     width: int = 1
     choice: str = "vote"
     is_random: bool = False
+
+    def with_vote(self, vote: bool) -> "Method":
+        """Returns the method with a vote as its choice. Without `vote`, a method that votes takes
+        the first continuation that ends."""
+        choice = "first" if self.choice == "vote" else self.choice
+        return replace(self, choice="vote" if vote else choice)
 
 
 def _is_forked(request: Request, token: TokenRecord) -> bool:
@@ -93,6 +102,15 @@ def find_method(name: str) -> Method:
     if name not in METHODS:
         raise UserError(f"no method '{name}'{nearest(name, [*METHODS])}")
     return METHODS[name]
+
+
+def last_answer(text: str) -> str | None:
+    """Returns the last number of a text, else its last line, in lower case and without a full stop.
+    None for an empty text."""
+    if numbers := _NUMBER.findall(text):
+        return str(numbers[-1]).replace(",", "")
+    lines = [line.strip().rstrip(".").lower() for line in text.splitlines()]
+    return next(filter(None, reversed(lines)), None)
 
 
 def recording_for(method: Method, forks: int, *, check: bool = False) -> Recording:
@@ -263,9 +281,10 @@ class Search:
         """Forks a continuation at the token that is decided, as far as the budget allows."""
         token = row.tokens[self._at]
         never = {token.token_id, *self.request.sampler.settings.unwritable.tolist()}
-        others = [token_id for token_id, *_ in token.top or () if token_id not in never]
-        room = self.forks - len(self.rows)
-        for token_id in others[: (self.method.width or self.forks) - 1][:room]:
+        width = self.method.width or self.forks
+        # The engine may record more than the method needs.
+        others = [token_id for token_id, *_ in (token.top or ())[:width] if token_id not in never]
+        for token_id in others[: width - 1][: self.forks - len(self.rows)]:
             (fork,) = engine.fork(row, 1, position=token.position)
             engine.force(fork, [token_id])
             self.made.append(Fork(len(self.rows), index, token.position, token_id))
