@@ -9,6 +9,7 @@ from contextlib import aclosing
 from typing import Any
 
 from entropix_jax.engine.score import ScoredToken
+from entropix_jax.engine.search import Outcome
 from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.serve.request import GenerationRequest, ServedModel
 from entropix_jax.serve.schema import ApiError
@@ -30,6 +31,7 @@ class Choice:
         self.index = index
         self.counts: Counter[str] = Counter()  # generated and retracted tokens, forwards
         self.row_id: str | None = None  # of its kept row
+        self.row_ids: list[str] = []  # of the kept rows: its own, or all continuations of a search
         self.echo: dict[str, Any] | None = None  # the part that repeats the prompt
         self._tokenizer = served.model.tokenizer
         self._request = request
@@ -86,6 +88,8 @@ class Choice:
         self.counts["retracted"] += sum(one.retracted for one in updates)
         if tokens:
             self.counts["forwards"] = tokens[-1].forwards - self._forwards_before
+        if (outcome := updates[-1].outcome) is not None:
+            self.counts["forwards"] = outcome.forwards
         text = "".join(piece.text for one in updates for piece in one.pieces)
         logprobs: dict[str, Any] | None = None
         if self.has_logprobs:
@@ -101,23 +105,42 @@ class Choice:
 
     def _own(self, updates: Sequence[Update], reason: str | None) -> dict[str, Any]:
         """Returns the value of a part's key `entropix`."""
-        options = self._request.body.entropix
-        own: dict[str, Any] = {}
-        tokens = options.tokens or options.details
-        if tokens or options.retractions:
-            without = () if options.details else _TRACE_FIELDS
-            own["tokens"] = [
-                one.token.to_json(retracted=one.retracted, without=without)
-                for one in updates
-                if one.token and (options.retractions if one.retracted else tokens)
-            ]
+        log = [(one.token, one.retracted) for one in updates if one.token]
+        own: dict[str, Any] = {**self._tokens(log)}
         if self.row_id is not None and (reason is not None or not self._has_part):
             own["row"] = self.row_id
         self._has_part = True
         if reason is not None:
             seed = self._request.rows[self.index].request.seed
             own |= {"finish_reason": reason, "seed": seed}
+        if (outcome := updates[-1].outcome) is not None:
+            own |= self._search(outcome)
         return own
+
+    def _tokens(self, log: Iterable[tuple[TokenRecord, bool]]) -> dict[str, Any]:
+        """Returns the key `tokens` for tokens and whether each was retracted, if requested."""
+        options = self._request.body.entropix
+        tokens = options.tokens or options.details
+        if not tokens and not options.retractions:
+            return {}
+        without = () if options.details else _TRACE_FIELDS
+        return {
+            "tokens": [
+                token.to_json(retracted=retracted, without=without)
+                for token, retracted in log
+                if (options.retractions if retracted else tokens)
+            ]
+        }
+
+    def _search(self, outcome: Outcome) -> dict[str, Any]:
+        """Returns the keys of a search. Its continuations refer to each other by index."""
+        found = outcome.to_json()
+        for one, row in zip(found["continuations"], outcome.rows, strict=True):
+            index, first = one.pop("row"), len(row.request.prompt)
+            one |= {"row": self.row_ids[index]} if self.row_ids else {}
+            one |= self._tokens(row.log[one.get("position", first) - first :])
+        names = ("chosen", "answer", "votes", "continuations")
+        return {"method": self._request.body.entropix.method} | {n: found[n] for n in names}
 
     # Log-probabilities
 

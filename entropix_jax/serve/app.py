@@ -5,6 +5,7 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -20,8 +21,9 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from entropix_jax.engine.preparation import CalibratedSampler
-from entropix_jax.engine.results import Rows
+from entropix_jax.engine.results import Row, Rows
 from entropix_jax.engine.score import ScoredToken, score_tokens
+from entropix_jax.engine.search import METHODS, Search
 from entropix_jax.engine.state import Recording
 from entropix_jax.engine.trace import header
 from entropix_jax.errors import UserError
@@ -36,6 +38,7 @@ from entropix_jax.serve.request import (
     GenerationRequest,
     ServedModel,
     chat_request,
+    choose_method,
     completion_request,
     continuation_request,
 )
@@ -68,20 +71,23 @@ _STREAM = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 class Run:
-    """The submitted rows of an answer."""
+    """The submitted rows, or the search, of an answer."""
 
     def __init__(self, worker: Worker, store: RowStore, answer: Answer, limit: float) -> None:
         """Submits the rows, and ends them after `limit` seconds. QueueFull, or Closing."""
-        loop, rows = asyncio.get_running_loop(), answer.request.rows
+        loop, search = asyncio.get_running_loop(), answer.request.search
+        jobs: Sequence[Row | Search] = answer.request.rows if search is None else [search]
         self._worker, self._store, self._answer = worker, store, answer
         self._updates: asyncio.Queue[tuple[int, list[Update]]] = asyncio.Queue()
         self._tickets = [
-            Ticket(row, loop, partial(self._note, index)) for index, row in enumerate(rows)
+            Ticket(job, loop, partial(self._note, index)) for index, job in enumerate(jobs)
         ]
         worker.submit(self._tickets)
-        if answer.request.body.entropix.keep:
-            for choice, row in zip(answer.choices, rows, strict=False):
+        self._keeps = answer.request.body.entropix.keep
+        if self._keeps and search is None:
+            for choice, row in zip(answer.choices, answer.request.rows, strict=False):
                 choice.row_id = store.put(row)
+                choice.row_ids = [choice.row_id]
         self._late = False
         self._timer = loop.call_later(limit, self._stop)
 
@@ -92,7 +98,8 @@ class Run:
         try:
             while left:
                 index, updates = await self._updates.get()
-                if self._late and all(ticket.row.started is None for ticket in self._tickets):
+                rows = (row for ticket in self._tickets for row in ticket.rows)
+                if self._late and all(row.started is None for row in rows):
                     raise timed_out()
                 left -= updates[-1].finish_reason is not None
                 yield index, updates
@@ -106,9 +113,13 @@ class Run:
             self._worker.cancel(ticket)
 
     def _note(self, index: int, updates: list[Update]) -> None:
-        row_id = self._answer.choices[index].row_id
-        if row_id is not None and updates[-1].finish_reason is not None:
-            self._store.end(row_id)
+        choice, last = self._answer.choices[index], updates[-1]
+        if self._keeps and last.outcome is not None:
+            choice.row_ids = [self._store.put(row) for row in last.outcome.rows]
+            choice.row_id = choice.row_ids[last.outcome.chosen]
+        if last.finish_reason is not None:
+            for row_id in choice.row_ids:
+                self._store.end(row_id)
         self._updates.put_nowait((index, updates))
 
     def _stop(self) -> None:
@@ -152,9 +163,14 @@ class Api:
         if common.rows > self._worker.most:
             limit = f"at most {self._worker.most} are possible"
             raise ApiError(f"{common.rows} rows are requested, {limit}", param="n")
-        if common.entropix.keep and not self._store.capacity:
+        keeps = self._store.capacity > 0
+        if common.entropix.keep and not keeps:
             raise ApiError("entropix.keep: this server keeps no rows (--keep)", param="entropix")
-        answer = Answer(self._served, await self._check(common), body.warnings)
+        method = choose_method(self._served, common, slots=self._worker.slots, keeps=keeps)
+        checked = await self._check(common)
+        if method is not None:
+            checked = replace(checked, search=Search(checked.rows[0].request, *method))
+        answer = Answer(self._served, checked, body.warnings)
         form = ResponseForm(body, answer.id) if isinstance(body, Responses) else None
         return await unless_gone(request, self._respond(answer, form))
 
@@ -305,6 +321,7 @@ class Api:
         own = {
             "context": served.context,
             "samplers": preset_names(),
+            "methods": {name: method.choice for name, method in METHODS.items()},
             "top": served.top,
             "keep": self._store.capacity,
             "chat": served.model.is_chat_model,

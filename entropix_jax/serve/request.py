@@ -12,6 +12,7 @@ from typing import Any
 from entropix_jax.engine.preparation import CalibratedSampler, calibrate_sampler, describe_token
 from entropix_jax.engine.results import Request, Row
 from entropix_jax.engine.running import find_no_token
+from entropix_jax.engine.search import Method, Search, find_method, recording_for
 from entropix_jax.errors import UserError, nearest
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.keys import scalars
@@ -26,6 +27,7 @@ from entropix_jax.text.tokenizer import Tokenizer
 _SAMPLERS = 256  # samplers in the cache
 _MAX_CHARACTERS = 2**16  # of a sampler's settings
 _DEFAULT_TOKENS = 16  # of a completion, as in the API
+_DEFAULT_FORKS = 8
 _BAN = -100.0  # the bias that bans a token
 PLAIN, GREEDY = "temperature", "greedy"  # presets
 _ROLES = {"developer": "system"}
@@ -152,6 +154,7 @@ class GenerationRequest:
         top: alternatives per token. None: no log-probabilities.
         chat: whether the answer is a chat completion.
         echo: whether the answer repeats the prompts.
+        search: runs in place of the only row.
     """
 
     body: Generating
@@ -161,6 +164,49 @@ class GenerationRequest:
     top: int | None
     chat: bool = False
     echo: bool = False
+    search: Search | None = None
+
+
+def choose_method(
+    served: ServedModel, body: Generating, *, slots: int, keeps: bool
+) -> tuple[Method, int] | None:
+    """Returns the search method of a request and its maximum number of continuations, None without
+    a method. `keeps` is whether the server records the states of rows.
+
+    Raises:
+        ApiError: options exclude each other, or the server cannot run the method.
+    """
+    own = body.entropix
+
+    def refused(message: str) -> ApiError:
+        return ApiError(f"entropix.{message}", param="entropix")
+
+    if own.method is None:
+        if own.vote or own.forks is not None:
+            raise refused(f"{'vote' if own.vote else 'forks'} requires entropix.method")
+        return None
+    excluded = {
+        "n above 1": body.n > 1,
+        "several prompts": body.rows > body.n,
+        "echo": getattr(body, "echo", False),
+        "best_of": getattr(body, "best_of", None) is not None,
+        "entropix.from": own.begin is not None,
+    }
+    if names := [name for name, is_given in excluded.items() if is_given]:
+        raise refused(f"method cannot be combined with {names[0]}")
+    try:
+        method = find_method(own.method).with_vote(own.vote)
+    except UserError as error:
+        raise refused(f"method: {error}") from None
+    forks = own.forks or min(_DEFAULT_FORKS, slots)
+    if forks > slots:
+        raise refused(f"forks must be at most {slots}, the server's --slots, not {forks}")
+    needed = recording_for(method, forks)
+    if needed.state and not keeps:
+        raise refused(f"method: '{method.name}' requires a server with --keep above 0")
+    if needed.top > served.top:
+        raise refused(f"method: '{method.name}' requires a server with --top-logprobs {needed.top}")
+    return method, forks
 
 
 def completion_request(served: ServedModel, body: Completion) -> GenerationRequest:

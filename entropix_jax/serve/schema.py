@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
+from entropix_jax.engine.search import MOST_FORKS
 from entropix_jax.errors import UserError
 from entropix_jax.text.chat_template import plain_messages
 
@@ -175,7 +176,8 @@ class Own(_Object):
 
     `id` names the request's only row, whose random numbers depend on it and on the seed. `details`
     are whole trace records. `keep` keeps the rows. `escape_special` makes control tokens in a
-    prompt or a message ordinary text, by default only in messages.
+    prompt or a message ordinary text, by default only in messages. `method` is the name of a search
+    method, with at most `forks` continuations and, with `vote`, a vote as its choice.
     """
 
     sampler: Annotated[Any, BeforeValidator(_as_sampler)] = None
@@ -186,6 +188,9 @@ class Own(_Object):
     keep: bool = False
     escape_special: bool | None = None
     begin: Annotated[From | None, Field(validation_alias="from")] = None
+    method: str | None = None
+    forks: Annotated[Integer, Field(ge=1, le=MOST_FORKS)] | None = None
+    vote: bool = False
 
 
 class StreamOptions(_Object):

@@ -7,13 +7,14 @@ import logging
 import threading
 from asyncio import AbstractEventLoop
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.results import Event, Piece, Request, Row
+from entropix_jax.engine.search import Outcome, Search, last_answer
 from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.serve.schema import ApiError
 
@@ -39,26 +40,43 @@ class Closing(ApiError):
 @dataclass(frozen=True)
 class Update:
     """A snapshot of an `Event`, whose row changes meanwhile. `finish_reason` is set in the row's
-    last update."""
+    last update, and `outcome` if the row is the chosen one of a search."""
 
     token: TokenRecord | None
     pieces: tuple[Piece, ...]
     retracted: bool
     finish_reason: str | None
     error: str | None = None
+    outcome: Outcome | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Ticket:
-    """A submitted row. The event loop `loop` calls `tell` with its updates."""
+    """A submitted row or search. The event loop `loop` calls `tell` with the updates of the row. Of
+    a search, those of its chosen row come once it has ended."""
 
-    row: Row
+    job: Row | Search
     loop: AbstractEventLoop
     tell: Callable[[list[Update]], None]
 
+    @property
+    def size(self) -> int:
+        """Maximum number of rows that run at the same time."""
+        return self.job.forks if isinstance(self.job, Search) else 1
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """The rows so far."""
+        return self.job.rows if isinstance(self.job, Search) else [self.job]
+
+    @property
+    def running(self) -> list[Row]:
+        """The rows that have not ended."""
+        return [row for row in self.rows if row.finish_reason is None]
+
 
 class Worker:
-    """Runs submitted rows in parallel. All methods may be called from any thread.
+    """Runs submitted rows and searches in parallel. All methods may be called from any thread.
 
     `tokens` counts the committed tokens by regime, `retracted` the retracted ones, `finished` the
     rows by finish reason, `failures` the restarts of the engine.
@@ -76,7 +94,8 @@ class Worker:
         self._queue: deque[Ticket] = deque()
         self._calls = ThreadPoolExecutor(1, "calls")
         self._jobs: list[Future[Any]] = []
-        self._running: dict[int, Ticket] = {}  # by the id of the row
+        self._running: dict[int, Ticket] = {}  # by the id of the job
+        self._begun: deque[Row] = deque()  # of the newest search, not fetched by the engine yet
         self._cancelled: list[Ticket] = []
         self._closing = False
         self._updates: dict[Ticket, list[Update]] = {}  # of this chunk
@@ -101,10 +120,10 @@ class Worker:
         self._engine.check(request)
 
     def submit(self, tickets: Sequence[Ticket]) -> None:
-        """Submits rows whose requests were checked, all or none. QueueFull, or Closing."""
+        """Submits jobs whose requests were checked, all or none. QueueFull, or Closing."""
         with self._changed:
-            free = max(self.slots - len(self._running), 0)
-            self._check_room(len(self._queue) + len(tickets) - free)
+            free = max(self.slots - _size(self._running.values()), 0)
+            self._check_room(_size(self._queue) + _size(tickets) - free)
             self._queue.extend(tickets)
             self._changed.notify()
 
@@ -124,21 +143,23 @@ class Worker:
             raise QueueFull
 
     def cancel(self, ticket: Ticket) -> None:
-        """Ends a row, if it runs or waits. Its last update follows."""
+        """Ends a job, if it runs or waits. Its last update follows."""
         with self._changed:
             if ticket in self._queue:
                 self._queue.remove(ticket)
                 end = Update(None, (), False, "cancelled")
                 self.finished["cancelled"] += 1
                 ticket.loop.call_soon_threadsafe(ticket.tell, [end])
-            elif id(ticket.row) in self._running:
+            elif id(ticket.job) in self._running:
                 self._cancelled.append(ticket)
 
     def stats(self) -> tuple[int, int]:
         """Returns the number of running rows, and of waiting rows and calls."""
         with self._changed:
             waiting = sum(not (job.done() or job.running()) for job in self._jobs)
-            return len(self._running), len(self._queue) + waiting
+            # No row of a search runs while it decides how to continue.
+            running = sum(max(len(ticket.running), 1) for ticket in self._running.values())
+            return running, _size(self._queue) + waiting
 
     @property
     def compiling(self) -> str | None:
@@ -185,50 +206,91 @@ class Worker:
         end = Update(None, (), False, "error", "the engine failed, and started anew")
         with self._changed:
             self.failures += 1
-            self.finished["error"] += len(self._running)
+            self.finished["error"] += sum(len(one.running) for one in self._running.values())
             for ticket in self._running.values():
                 self._updates.setdefault(ticket, []).append(end)
             self._running.clear()
+            self._begun.clear()
             self._cancelled.clear()
         self._tell()
 
     def _source(self) -> Iterator[Row | None]:
         """Yields the rows, None if none waits but others run. Blocks while nothing runs."""
         while True:
-            ticket = None
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._running or self._closing)
-                if self._queue:
+                if self._queue and not self._begun:
                     ticket = self._queue.popleft()
-                    self._running[id(ticket.row)] = ticket
+                    job = ticket.job
+                    self._running[id(job)] = ticket
+                    self._begun.extend(job.begin() if isinstance(job, Search) else [job])
                 elif not self._running:
                     return
-            yield None if ticket is None else ticket.row
+            yield self._begun.popleft() if self._begun else None
 
     def _between(self) -> None:
         """Ends the cancelled rows and sends the updates of the chunk."""
         with self._changed:
             cancelled, self._cancelled = self._cancelled, []
         for ticket in cancelled:
-            if id(ticket.row) in self._running:
-                *events, last = self._engine.end(ticket.row)
-                for event in events:
-                    self._note(event, None)
-                self._note(last, last.row.finish_reason)
+            if id(ticket.job) not in self._running:
+                continue
+            if isinstance(ticket.job, Search):  # its outcome is that of its tokens so far
+                for row in ticket.running:
+                    if row in self._begun:
+                        self._begun.remove(row)
+                        row.finish_reason = "cancelled"
+                        continue
+                    for event in self._engine.end(row):
+                        self._count(event)
+                self._end_search(ticket.job, "cancelled")
+                continue
+            *events, last = self._engine.end(ticket.job)
+            for event in events:
+                self._note(event, None)
+            self._note(last, last.row.finish_reason)
         self._tell()
 
     def _note(self, event: Event, reason: str | None) -> None:
-        row, token = event.row, event.token
-        if token is not None and event.retracted:
-            self.retracted += 1
-        elif token is not None:
-            self.tokens[token.regime] += 1
-        update = Update(token, event.pieces, event.retracted, reason, row.error)
+        self._count(event)
+        row, search = event.row, event.row.request.tag
+        if isinstance(search, Search):
+            if reason is not None:
+                self.finished[reason] += 1
+            if search.advance(self._engine):
+                self._end_search(search)
+            return
+        update = Update(event.token, event.pieces, event.retracted, reason, row.error)
         self._updates.setdefault(self._running[id(row)], []).append(update)
         if reason is not None:
             with self._changed:
                 self.finished[reason] += 1
                 del self._running[id(row)]
+
+    def _count(self, event: Event) -> None:
+        if event.token is not None and event.retracted:
+            self.retracted += 1
+        elif event.token is not None:
+            self.tokens[event.token.regime] += 1
+
+    def _end_search(self, search: Search, reason: str | None = None) -> None:
+        """Adds the updates of the chosen row, by default with its own finish reason."""
+        outcome = search.outcome(last_answer)
+        with self._changed:
+            # The engine ended these rows without an event.
+            self.finished["cancelled"] += [r.finish_reason for r in search.rows].count("cancelled")
+            ticket = self._running.pop(id(search))
+        for row in search.rows:  # a kept row does not retain the others, nor do its continuations
+            row.request = replace(row.request, tag=search.request.tag)
+        row, text = outcome.row, outcome.row.text  # without the stop string that ended it
+        updates = [Update(None, (), False, None)] if not row.log else []
+        for token, retracted in row.log:
+            new = "" if retracted else text[: len(token.text)]
+            text = text[len(new) :]
+            updates.append(Update(token, (Piece(new, token),), retracted, None))
+        reason = reason or row.finish_reason
+        updates[-1] = replace(updates[-1], finish_reason=reason, error=row.error, outcome=outcome)
+        self._updates[ticket] = updates
 
     def _tell(self) -> None:
         updates, self._updates = self._updates, {}
@@ -237,3 +299,7 @@ class Worker:
                 ticket.loop.call_soon_threadsafe(ticket.tell, own)
             except RuntimeError:  # the loop is closed
                 _LOG.debug("an event loop ended before its requests")
+
+
+def _size(tickets: Iterable[Ticket]) -> int:
+    return sum(ticket.size for ticket in tickets)

@@ -13,13 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from entropix_jax.engine.search import METHODS
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.serve.guard import read_keys, read_origin
+from entropix_jax.serve.request import choose_method
 from entropix_jax.serve.responses import Responses
 from entropix_jax.serve.schema import ApiError, Body, Chat, Completion, Score, parse
 from entropix_jax.serve.wire import MAX_BYTES
-from tests.support.servers import CONTEXT, TOP, standing_in
+from tests.support.servers import CONTEXT, TOP, serve, standing_in
 
 Ask = Callable[..., httpx.Response]
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "Guests:"}
@@ -40,6 +42,10 @@ PATHS = {
 
 def sampler(value: Any) -> dict[str, Any]:
     return {"entropix": {"sampler": value}}
+
+
+def search(**own: Any) -> dict[str, Any]:
+    return {"entropix": {"method": "dts", **own}}
 
 
 def asking(model: LanguageModel, **options: Any) -> Iterator[Ask]:
@@ -253,6 +259,17 @@ def test_what_is_not_supported_is_named(ask: Ask, path: str, name: str, value: A
         (CHATS, {"top_logprobs": 2}, "top_logprobs requires logprobs"),
         (TEXT, {"n": 2, "entropix": {"id": "a"}}, "entropix.id requires a request of one row"),
         (TEXT, {"entropix": {"id": ""}}, "entropix.id: String should have at least"),
+        (TEXT, search(method="dst"), "entropix.method: no method 'dst', did you mean 'dts'?"),
+        (CHATS, search(forks=3), "entropix.forks must be at most 2, the server's --slots, not 3"),
+        (TEXT, search(forks=0), "entropix.forks: Input should be greater than or equal to 1"),
+        (TEXT, search(forks=33), "entropix.forks: Input should be less than or equal to 32"),
+        (TEXT, {"entropix": {"forks": 2}}, "entropix.forks requires entropix.method"),
+        (CHATS, {"entropix": {"vote": True}}, "entropix.vote requires entropix.method"),
+        (CHATS, {"n": 2, **search()}, "entropix.method cannot be combined with n above 1"),
+        (TEXT, {"prompt": ["a", "b"], **search()}, "cannot be combined with several prompts"),
+        (TEXT, {"echo": True, **search()}, "cannot be combined with echo"),
+        (TEXT, {"best_of": 1, **search()}, "cannot be combined with best_of"),
+        (TEXT, search(**{"from": {"row": "x", "position": 0}}), "be combined with entropix.from"),
         (CHATS, {"logprobs": 2}, "logprobs: "),
         (CHATS, {"max_tokens": 0}, "max_tokens must be at least 1"),
         (
@@ -279,6 +296,23 @@ def test_a_server_that_keeps_no_rows(tiny: LanguageModel) -> None:
         answer = ask("POST", TEXT, json=COMPLETION | {"entropix": {"keep": True}})
         message = "entropix.keep: this server keeps no rows (--keep)"
         assert refused(answer)["message"] == message
+        answer = ask("POST", TEXT, json=COMPLETION | search())
+        message = "entropix.method: 'dts' requires a server with --keep above 0"
+        assert refused(answer)["message"] == message
+        body = COMPLETION | search(method="self-consistency")
+        assert ask("POST", TEXT, json=body).status_code == 200
+
+
+def test_a_search_that_needs_more_alternatives(tiny: LanguageModel) -> None:
+    def choose(top: int, **own: Any) -> Any:
+        body = parse(Completion, json.dumps(COMPLETION | search(**own)).encode())
+        return choose_method(serve(tiny, top), body, slots=4, keeps=True)
+
+    assert choose(2, forks=1)[1] == 1
+    assert choose(3) == (METHODS["dts"].with_vote(False), 4)
+    message = "entropix.method: 'dts' requires a server with --top-logprobs 3"
+    with pytest.raises(ApiError, match=message):
+        choose(2)
 
 
 def test_bodies_that_are_no_bodies(ask: Ask) -> None:

@@ -18,6 +18,7 @@ from entropix_jax.engine.generation import Generation
 from entropix_jax.engine.prefill import prefill
 from entropix_jax.engine.preparation import encode_prompt
 from entropix_jax.engine.results import Row
+from entropix_jax.engine.search import Outcome, Search, find_method, last_answer, run_searches
 from entropix_jax.engine.slots import insert, share_prefix
 from entropix_jax.engine.state import Recording
 from entropix_jax.model.loading import LanguageModel
@@ -306,6 +307,97 @@ def test_retracted_tokens(client: openai.OpenAI, tiny: LanguageModel) -> None:
         kinds = ["retracted" if gone else "token" for _, gone in row.log]
         assert [token["type"] for token in told] == kinds
         assert ids(told) == [token.token_id for token, _ in row.log]
+
+
+# Searches
+
+# Some tokens of so small a model are in each regime.
+THRESHOLDS = {"thresholds.h1": 0.5, "thresholds.h2": 1.2, "thresholds.u1": 0.5}
+FORKING = {"thresholds.u2": 0.5} | THRESHOLDS
+SEARCHES = (
+    *(("dts", True), ("self-consistency", True), ("best-of-n", False)),
+    *(("dts-greedy", False), ("random-forks", True), ("dts", False)),
+)
+
+
+def outcomes(model: LanguageModel) -> list[Outcome]:
+    """The searches of an engine of its own."""
+    spec = Spec(encode_prompt(model, PROMPTS[7], chat=False), "0", 20)
+    sampler = load_sampler("min-p").with_values(FORKING)
+    wanted = requests(model, [spec] * len(SEARCHES), sampler, seed=2)
+    searches = [
+        Search(request, find_method(name).with_vote(vote), 4)
+        for request, (name, vote) in zip(wanted, SEARCHES, strict=True)
+    ]
+    assert len([*run_searches(make_engine(model), searches)]) == len(searches)
+    return [search.outcome(last_answer) for search in searches]
+
+
+def test_searches(client: openai.OpenAI, tiny: LanguageModel, running: Running) -> None:
+    """Their outcomes do not depend on the rows next to them, and those not on the searches."""
+
+    def find(method: str, vote: bool, **options: Any) -> Any:
+        sampler = {"extends": "min-p", **FORKING}
+        own = {"method": method, "vote": vote, "forks": 4, "sampler": sampler, "details": True}
+        own["keep"] = True
+        given = {"seed": 2, "max_tokens": 20, "extra_body": {"entropix": own}}
+        return complete(client, PROMPTS[7], **given, **options)
+
+    before = running.worker.finished.total()
+    with ThreadPoolExecutor(3) as pool:  # the queue has room for no more
+        found = [pool.submit(find, *case) for case in SEARCHES]
+        (alone,) = generate(tiny, "Guests:", seed=6, max_new_tokens=24)
+        texts = {complete(client, seed=6, max_tokens=24).choices[0].text for _ in range(4)}
+    assert texts == {alone.text}
+    rows = 0
+    for case, future, outcome in zip(SEARCHES, found, outcomes(tiny), strict=True):
+        answer = future.result()
+        (choice,) = answer.choices
+        check_same(choice, outcome.row)
+        told, first = choice.entropix, outcome.rows[0].tokens[0].position
+        assert (told["method"], told["chosen"]) == (case[0], outcome.chosen)
+        assert (told["answer"], told["votes"]) == (outcome.answer, outcome.votes)
+        assert answer.usage.forwards == outcome.forwards
+        forks = {fork.row: fork for fork in outcome.forks}
+        assert len(told["continuations"]) == len(outcome.rows)
+        for index, (one, row) in enumerate(zip(told["continuations"], outcome.rows, strict=True)):
+            assert (one["text"], one["finish_reason"]) == (row.text, row.finish_reason)
+            fork = forks.get(index)
+            if fork is not None:
+                place = (one["parent"], one["position"], one["token_id"])
+                assert place == (fork.parent, fork.position, fork.token_id)
+            begin = 0 if fork is None else fork.position - first
+            assert ids(one["tokens"]) == [token.token_id for token in row.tokens[begin:]]
+            if len(one["tokens"]) == 1:  # of a fork: forced
+                continue
+            # Each can be continued, as a row without a search.
+            own = {"from": {"row": one["row"], "position": len(row.tokens) - 1}, "tokens": True}
+            again = complete(client, None, max_tokens=1, extra_body={"entropix": own}).choices[0]
+            assert ids(again.entropix["tokens"]) == [row.tokens[-1].token_id]
+        assert told["row"] == told["continuations"][outcome.chosen]["row"]
+        rows += len(outcome.rows) * 2
+        assert case[0] in ("self-consistency", "best-of-n") or forks
+    # The counting run of `random-forks` has rows, too.
+    assert running.worker.finished.total() - before >= rows + 4
+    *parts, last = find("dts", True, stream=True, stream_options={"include_usage": True})
+    whole = found[0].result()
+    assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
+    assert last.usage == whole.usage
+    assert find("dts", True, logprobs=1).choices[0].logprobs.tokens
+
+
+def test_a_search_whose_client_goes_away_frees_its_slots(running: Running) -> None:
+    worker, own = running.worker, {"method": "dts", "sampler": {"extends": "min-p", **FORKING}}
+    before = worker.finished["cancelled"]
+    body = {"model": "tiny", "prompt": PROMPTS[7], "max_tokens": 200, "stream": True, "seed": 2}
+    body["logit_bias"] = {str(end): -100 for end in running.served.model.end_ids(chat=False)}
+    with (
+        httpx.Client(base_url=running.url, timeout=None) as leaving,
+        leaving.stream("POST", "/v1/completions", json=body | {"entropix": own}),
+    ):
+        wait_until(lambda: worker.stats()[0] > 1)
+    wait_until(lambda: worker.stats() == (0, 0))
+    assert worker.finished["cancelled"] - before > 1
 
 
 # Log-probabilities

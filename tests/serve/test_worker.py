@@ -20,8 +20,10 @@ from tests.support.servers import StandIn, standing_in, wait_until
 pytestmark = pytest.mark.anyio
 Client = Callable[[], httpx.AsyncClient]
 Standing = tuple[StandIn, Worker, Client]
-BODY = {"model": "tiny", "prompt": "Guests:", "max_tokens": 2}
+BODY: dict[str, Any] = {"model": "tiny", "prompt": "Guests:", "max_tokens": 2}
+SEARCH = {"method": "self-consistency", "forks": 2, "vote": True}
 limited = pytest.mark.parametrize("standing", [{"limit": 0.1}], indirect=True)
+searched = pytest.mark.parametrize("own", [{}, SEARCH])
 streamed = pytest.mark.parametrize("stream", [False, True])
 
 
@@ -73,6 +75,32 @@ async def test_rows_that_are_cancelled(standing: Standing) -> None:
     assert worker.finished == {"cancelled": 2, "length": 1}
 
 
+@pytest.mark.parametrize("standing", [{"queue": 1}], indirect=True)
+async def test_a_search_counts_as_its_rows(standing: Standing) -> None:
+    """In the queue and in the metrics. Its rows end with the client."""
+    engine, worker, client = standing
+    gone, body = asyncio.Event(), {**BODY, "entropix": SEARCH}
+    leaving = asyncio.create_task(post_silently(client, body, gone))
+    await until(lambda: worker.stats() == (2, 0))
+    async with client() as ask:
+        full = await ask.post("/v1/completions", json=body)
+        assert full.json()["error"]["code"] == "queue_full"
+        first = asyncio.create_task(ask.post("/v1/completions", json=BODY))
+        await until(lambda: worker.stats() == (3, 0))
+        gone.set()
+        await leaving
+        await until(lambda: worker.stats() == (1, 0))
+        assert worker.finished == {"cancelled": 2}
+        second = asyncio.create_task(ask.post("/v1/completions", json=body | {"max_tokens": 1}))
+        await until(lambda: worker.stats() == (3, 0))
+        engine.step(2)
+        (choice,) = (await second).json()["choices"]
+        ends = [one["finish_reason"] for one in choice["entropix"]["continuations"]]
+        assert ends == ["length", "length"]
+        assert (await first).status_code == 200
+    assert worker.finished == {"cancelled": 2, "length": 3}
+
+
 async def test_calls_run_next_to_chunks(standing: Standing) -> None:
     """One at a time, out of a queue of their own."""
     engine, worker, _ = standing
@@ -117,14 +145,15 @@ async def test_answers_to_too_many(standing: Standing) -> None:
         assert (answer.status_code, len(answer.json()["choices"])) == (200, 4)
 
 
+@searched
 @streamed
 async def test_an_engine_that_fails(
-    standing: Standing, stream: bool, caplog: pytest.LogCaptureFixture
+    standing: Standing, stream: bool, own: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Running rows end with an error, and the next ones run."""
     engine, worker, client = standing
     async with client() as ask:
-        body = {**BODY, "prompt": [StandIn.DEFECT], "stream": stream}
+        body = {**BODY, "prompt": [StandIn.DEFECT], "stream": stream, "entropix": own}
         answer = await ask.post("/v1/completions", json=body)
         assert answer.status_code == (200 if stream else 500)
         error = json.loads(answer.text.strip().removeprefix("data: "))["error"]
@@ -135,6 +164,7 @@ async def test_an_engine_that_fails(
         engine.step(2)
         assert (await ask.post("/v1/completions", json=BODY)).status_code == 200
     assert worker.failures == 1
+    assert worker.finished == {"error": own.get("forks", 1), "length": 1}
     assert "RuntimeError: a defect" in caplog.text
 
 
@@ -213,10 +243,12 @@ async def test_the_time_limit_of_a_request_that_waits(standing: Standing, stream
 
 
 @limited
-async def test_the_time_limit_of_a_request(standing: Standing) -> None:
+@searched
+async def test_the_time_limit_of_a_request(standing: Standing, own: dict[str, Any]) -> None:
     _, worker, client = standing
     async with client() as ask:
-        (choice,) = (await ask.post("/v1/completions", json=BODY)).json()["choices"]
+        answer = await ask.post("/v1/completions", json={**BODY, "entropix": own})
+        (choice,) = answer.json()["choices"]
         assert choice["finish_reason"] == "length"
         assert choice["entropix"]["finish_reason"] == "cancelled"
     wait_until(lambda: worker.stats() == (0, 0))
