@@ -343,6 +343,53 @@ def test_a_branch_that_lost_goes_on(page: Any) -> None:
     assert tokens(page, 1)[at] != tokens(page)[at]
 
 
+def test_continuations_of_a_search_are_in_the_tree(fresh: Watched, running: Running) -> None:
+    """At the tokens where they part. Each is shown, compared and continued as any other text."""
+    own = {f"thresholds.{name}": value for name, value in (("h1", 0.5), ("h2", 1.2), ("u1", 0.5))}
+    own["thresholds.u2"] = 0.5
+    prompt = "Then Adam went to the market."
+    asked = {"sampler": {"extends": "min-p", **own}, "method": "dts-greedy", "forks": 4}
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 20, "seed": 2}
+    body["entropix"] = asked | {"details": True}
+    answer = httpx.post(f"{running.url}/v1/completions", json=body, timeout=60).json()
+    told = answer["choices"][0]["entropix"]
+    assert told["chosen"] == 1
+    page = open_page(fresh, running)
+    page.select_option("#preset", "min-p")
+    page.fill("#own", " ".join(f"{key}={value}" for key, value in own.items()))
+    page.select_option("#method", "dts-greedy")
+    page.fill("#forks", "4")
+    page.fill("#tokens", "20")
+    page.fill("#seed", "2")
+    ask(page, prompt, len(told["continuations"]))
+    assert tokens(page) == texts_of(told["tokens"])
+    assert f"chosen by dts-greedy from {len(told['continuations'])} texts" in page.inner_text(
+        "#main"
+    )
+    texts: list[list[dict[str, Any]]] = []
+    for one in told["continuations"]:
+        at = one["position"] - told["tokens"][0]["position"] if "parent" in one else 0
+        texts.append([*texts[one["parent"]][:at], *one["tokens"]] if at else one["tokens"])
+    depth_first = each(page, "#tree-list button", "node.textContent")
+    assert len(depth_first) == len(texts)
+    seen = []
+    for number, name in enumerate(depth_first):
+        page.locator("#tree-list button").nth(number).click()
+        seen.append(tokens(page))
+        assert (" from token " in name) == (number > 0)
+        assert all(each(page, "#text-0 .token", "Boolean(node.dataset.regime)"))
+    assert sorted(seen) == sorted(map(texts_of, texts))
+    page.click("#together")
+    assert page.locator(".text .parts").count() == 2
+    page.click("#text-0 .token >> nth=3")
+    page.locator("#details-body .choice[data-token]:enabled").first.click()
+    settled(page, len(texts) + 1)
+    page.click("#undo")
+    page.click("#undo")  # side by side
+    page.click("#undo")
+    assert page.locator("#tree-list li").count() == 0
+
+
 def test_a_chat_goes_on(page: Any) -> None:
     page.check("#chat")
     ask(page, "What is 1 + 1?", 2)

@@ -67,6 +67,6 @@ export class Generator {
   }
 }
 
-function short(text) {
+export function short(text) {
   return (text.length > 28 ? `${text.slice(0, 27)}…` : text).replaceAll("\n", " ").trim();
 }

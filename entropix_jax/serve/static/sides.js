@@ -55,7 +55,7 @@ export class Sides {
       const state = node.ended ? `ended: ${endOf(node)}` : node.comment ?? "running";
       const own = node.tokens.length === 1 ? "1 token" : `${node.tokens.length} tokens`;
       card.querySelector("h3").textContent = session.nameOf(node);
-      card.querySelector(".about").textContent = `${own}, ${node.items.length - node.tokens.length} retracted, ${state}`;
+      card.querySelector(".about").textContent = `${own}, ${node.items.length - node.tokens.length} retracted, ${state}${node.about ?? ""}`;
     }
   }
 

@@ -18,6 +18,8 @@ export class Start {
     this.model = model.id;
     byId("model").textContent = model.id;
     byId("preset").append(...model.entropix.samplers.map((value) => element("option", { value }, value)));
+    this.methods = model.entropix.methods;
+    byId("method").append(...Object.keys(this.methods).map((value) => element("option", { value }, value)));
     byId("tokens").max = model.entropix.context;
     // A model that is made for conversations often ends a bare prompt at once.
     if (model.entropix.chat && !byId("prompt").value) byId("chat").click();
@@ -30,6 +32,12 @@ export class Start {
     return byId("chat").checked;
   }
 
+  // The search for a new text. A method that votes counts the answers of all its continuations.
+  get search() {
+    const [method, forks] = [byId("method").value, byId("forks").value];
+    return method && { method, vote: this.methods[method] === "vote", ...(forks && { forks: Number(forks) }) };
+  }
+
   get most() {
     return Number(byId("tokens").value) || 200;
   }
@@ -39,7 +47,7 @@ export class Start {
     const seed = byId("seed").value;
     const [preset, own] = [byId("preset").value, parseSettings(byId("own").value)];
     const sampler = Object.keys(own).length ? { ...(preset && { extends: preset }), ...own } : preset || null;
-    const body = { model: this.model, max_tokens: this.most, ...(seed !== "" && { seed: Number(seed) }), entropix: this.asked({ ...(sampler && { sampler }) }) };
+    const body = { model: this.model, max_tokens: this.most, ...(seed !== "" && { seed: Number(seed) }), entropix: this.asked({ ...(sampler && { sampler }), ...this.search }) };
     if (!this.chat) return { path: "/v1/completions", body: { ...body, prompt: text }, prompt: text };
     const messages = [...before, { role: "user", content: text }];
     return { path: "/v1/chat/completions", body: { ...body, messages }, messages };

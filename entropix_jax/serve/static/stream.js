@@ -3,6 +3,7 @@
 import { addItem } from "./data.js";
 import { onceAFrame } from "./dom.js";
 import { fail, succeed } from "./failure.js";
+import { short } from "./generate.js";
 
 const AT_ONCE = 64; // maximum number of tokens that a frame adds
 
@@ -34,12 +35,14 @@ export class Stream {
           if (!started) succeed();
           if (!started) begun?.();
           started = true;
-          if (own.row && !node.row) {
-            node.row = own.row;
+          const told = own.continuations?.[0] ?? own;
+          if (told.row && !node.row) {
+            node.row = told.row;
             this.learn(node).catch(fail);
           }
-          node.pending.push(...(own.tokens ?? []));
-          reason = own.finish_reason ?? reason;
+          node.pending.push(...(told.tokens ?? []));
+          reason = told.finish_reason ?? reason;
+          if (own.continuations) this.addContinuations(node, own);
           this.grow();
         }
       }
@@ -53,6 +56,26 @@ export class Stream {
     const empty = reason === "error" && !node.row && !node.items.length && !node.pending.length;
     if (empty) this.session.forget(node);
     return !empty;
+  }
+
+  // Adds the continuations of a search to the tree, below the texts that they part from: the first one is the text itself.
+  // Shows the chosen one.
+  addContinuations(node, { continuations, chosen, method, votes, answer }) {
+    const { session } = this;
+    const nodes = [node];
+    for (const item of node.pending.splice(0)) addItem(node, item);
+    const start = node.tokens[0]?.position ?? 0;
+    for (const { parent = 0, position = start, tokens, row, finish_reason: reason } of continuations.slice(1)) {
+      const label = short(tokens.map(({ text }) => text).join("")) || "⟨no text⟩";
+      const next = session.add({ parent: nodes[parent], at: position - start, label, prompt: node.prompt, messages: node.messages, row, reason });
+      for (const item of tokens) addItem(next, item);
+      if (row) this.learn(next).catch(fail);
+      nodes.push(next);
+    }
+    const counted = answer in votes ? `, ${votes[answer]} votes for “${answer}”` : "";
+    nodes[chosen].about = `, chosen by ${method} from ${nodes.length} texts${counted}`;
+    const seen = new Set([...session.state.seen, ...nodes.map(({ id }) => id)]);
+    session.change({ seen, current: node === session.current ? nodes[chosen].id : session.state.current }, { silent: true });
   }
 
   async learn(node) {
