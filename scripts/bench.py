@@ -325,10 +325,10 @@ def measure_search(args: argparse.Namespace, figures: Figures, scratch: Path) ->
     sampler = calibrate_sampler(load_sampler(MIN_P), model)
     prompts = (f"Tell me what you know about the number {number}." for number in range(24))
     requests = [
-        Request(model.tokenizer.encode(prompt, add_bos=True), sampler, 64, row_id=prompt)
+        Request(model.tokenizer.encode(prompt, add_bos=True), sampler, 32, row_id=prompt)
         for prompt in prompts
     ]
-    capacity = bucket(max(len(request.prompt) for request in requests) + 64, MIN_CAPACITY)
+    capacity = bucket(max(len(request.prompt) for request in requests) + 32, MIN_CAPACITY)
 
     def run(method: Method) -> float:
         searches = [Search(request, method, 8) for request in requests]
@@ -337,7 +337,7 @@ def measure_search(args: argparse.Namespace, figures: Figures, scratch: Path) ->
         ended = [one.outcome(lambda text: text) for one in run_searches(engine, searches)]
         return (time.perf_counter() - started) / sum(outcome.forwards for outcome in ended)
 
-    methods = ("self-consistency", "dts", "eager", "start-forks")
+    methods = ("self-consistency", "dts", "eager")
     own: dict[str, Timed] = {name: partial(run, METHODS[name]) for name in methods}
     figures.measure(own, tokens=1, kind="search", batch=32)
 
