@@ -117,20 +117,12 @@ class _Reader(TraceReader):
             "prompt_tokens": len(header["prompt_tokens"]),
             "complete": footer is not None,
             "torn": self.torn,
-            "speed": self._speed(),
             "rows": rows,
             "parameters": parameters,
             "percentiles": header.get("percentiles") or {},
             "calibration": header.get("calibration"),
             **regime_rule(parameters, f"{self.path}: line 1"),
         }
-
-    def _speed(self) -> float | None:
-        """Tokens per second after the first step, which includes prefill and compilation."""
-        timings = self.footer["timings"] if self.footer else {}
-        count = sum(self.tokens.values()) - len(self.tokens)
-        seconds = timings.get("total", 0.0) - timings.get("first_token", 0.0)
-        return count / seconds if count > 0 and seconds > 0 else None
 
 
 def regime_rule(parameters: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -202,7 +202,6 @@ def test_a_page_carries_its_trace(whole: Path) -> None:
     facts = json.loads(Parsed(text).scripts["facts"])
     assert facts["prompt"] == NASTY
     assert facts["seed"] == 0
-    assert facts["speed"] == (12 - 1) / (3.0 - 1.0)
     assert facts["rows"][0]["forwards"] == 99
     box = facts["boxes"][0]
     assert box["regime"] == "lelv"

@@ -5,7 +5,7 @@ import { fail } from "./failure.js";
 import { placeOf } from "./texts.js";
 
 const EXAMPLES = {
-  completion: ["Once upon a time", "The capital of France is", "12 + 7 ="],
+  completion: ["Once upon a time", "Guests:", "12 + 7 ="],
   chat: ["What is the capital of France?", "What is 12 + 7?", "Tell me a short story."],
 };
 
