@@ -131,8 +131,8 @@ class Store:
         digest = self._done.get(_key(record.line, record.id, record.digest))
         if digest not in (None, record.digest):
             raise UserError(
-                f"{self.address}: {describe_record(record)} has a result of another record: another"
-                " input under the same output; choose another output"
+                f"{self.address}: {describe_record(record)} has a result of another record, so the"
+                " input is another one: choose another output"
             )
         return digest is not None
 
@@ -243,7 +243,7 @@ def check_output(address: str, *, input: str | None = None) -> None:
     if not address or address.endswith("/"):
         raise UserError(f"{address!r}: the output must be a file, not a folder")
     if is_compressed(address):
-        raise UserError(f"{address}: a compressed output cannot grow: choose a name in .jsonl")
+        raise UserError(f"{address}: a compressed file cannot grow: choose a .jsonl file")
     fs, path = resolve(address)
     if input not in (None, "-"):
         input_fs, input_path = resolve(input)

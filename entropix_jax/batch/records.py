@@ -167,7 +167,7 @@ def _csv_lines(lines: Iterator[str], address: str) -> _Rows:
         digest = content_hash(json.dumps([header, cells, problem]).encode())
         yield line, digest, partial(_parse_cells, header, cells, problem)
     if header is None:
-        raise UserError(f"{address}: empty: CSV begins with a row of column names")
+        raise UserError(f"{address}: empty: CSV needs a row of column names")
 
 
 def _find_header_problem(names: Sequence[str]) -> str:

@@ -62,7 +62,7 @@ def run(arguments: Arguments) -> int:
     if not all(stop):
         raise UserError("--stop: stop strings must not be empty")
     if arguments.messages is not None and arguments.system is not None:
-        raise UserError("--messages holds its own system message: it does not go with --system")
+        raise UserError("--system cannot be used with --messages: put it into the messages")
     from entropix_jax.chat.session import Session
     from entropix_jax.engine.preparation import calibrate_sampler
     from entropix_jax.engine.results import Request

@@ -223,7 +223,7 @@ class Session:
     def _save(self, name: str) -> None:
         path = Path(name)
         if path.suffix not in (".json", ".jsonl", ".html"):
-            raise UserError("/save FILE: its name ends in .json, .jsonl or .html (see /help)")
+            raise UserError("/save FILE: the name must end in .json, .jsonl or .html (see /help)")
         check_writable(path)
         if path.suffix == ".json":
             with replacing(path) as scratch:

@@ -215,7 +215,7 @@ def _check_traces(folder: str, *others: str) -> None:
     for path in filter(None, (local_path(other) for other in others if other != "-")):
         # Either a link itself or its target would be overwritten.
         if Path(folder).resolve() in (path.parent.resolve(), path.resolve().parent):
-            raise UserError(f"--trace {folder}: {path} lies there: give another folder")
+            raise UserError(f"--trace {folder}: contains {path}: give another folder")
 
 
 def _fit(arguments: Arguments, model: str) -> tuple["Mesh", int]:

@@ -171,16 +171,16 @@ def _check(arguments: Arguments) -> None:
         raise UserError("the prompt is empty")
     arguments.text.check()
     if arguments.messages is not None and arguments.text.no_chat:
-        raise UserError("--messages is a chat: it does not go with --no-chat")
+        raise UserError("--no-chat cannot be used with --messages, which is a chat")
     if arguments.messages is not None and arguments.text.system is not None:
-        raise UserError("--messages holds its own system message: it does not go with --system")
+        raise UserError("--system cannot be used with --messages: put it into the messages")
     check_range("--samples", arguments.samples, 1, _MAX_SAMPLES)
     check_range("--trace-top", arguments.trace_top, 0)
     for name, file in (("--trace", arguments.trace), ("--report", arguments.report)):
         if file == "-":
             raise UserError(f"{name} -: standard output is for the text: give a file's name")
     if arguments.method is None and arguments.vote:
-        raise UserError("--vote goes with --method")
+        raise UserError("--vote needs --method")
     if arguments.method is not None:
         from entropix_jax.engine.search import MOST_FORKS, find_method
 
@@ -188,9 +188,9 @@ def _check(arguments: Arguments) -> None:
         check_range("--forks", arguments.forks, 1, MOST_FORKS)
         alone = (arguments.samples > 1, arguments.trace, arguments.report, arguments.ask)
         if any(alone) or arguments.verbose:
-            raise UserError("--method goes without --samples, --trace, --report, --ask, --verbose")
+            raise UserError("--method excludes --samples, --trace, --report, --ask, --verbose")
     if arguments.ask and (arguments.samples > 1 or arguments.format == "json"):
-        raise UserError("--ask goes with one sample and --format text")
+        raise UserError("--ask needs one sample and --format text")
     traced = arguments.trace or arguments.report
     if (arguments.trace_top or arguments.trace_layers) and not traced:
         raise UserError("--trace-top and --trace-layers need --trace FILE or --report FILE.html")

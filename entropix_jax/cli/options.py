@@ -182,14 +182,14 @@ def parse(arguments: type[Arguments], argv: Sequence[str], prog: str) -> Argumen
     values = dict(_options(parsed))
     if unknown and not unknown[0].startswith("-"):
         hint = "".join(f": give a text as {o} TEXT" for o in ("--prompt", "--text") if o in values)
-        raise UserError(f"'{unknown[0]}' follows no option{hint} (see {prog} --help)")
+        raise UserError(f"unexpected argument '{unknown[0]}'{hint} (see {prog} --help)")
     if unknown:
         close = difflib.get_close_matches(unknown[0], values, n=1, cutoff=0.7)
         hint = f", did you mean {close[0]}?" if close else ""
         raise UserError(f"unknown options: {' '.join(unknown)}{hint} (see {prog} --help)")
     for name, value in values.items():
         if isinstance(value, tuple) and () in value:
-            raise UserError(f"{name}: nothing follows it")
+            raise UserError(f"{name}: its value is missing")
     return parsed
 
 

@@ -63,7 +63,7 @@ def check_memory(
     if fitting := _count_fitting(plan, slots, free, mesh):
         advice = f"at most {fitting} slots fit (--slots {fitting})"
     elif plan.weights <= free:
-        advice = "not even one slot for each fits: fewer tokens a row (--context) need less"
+        advice = "not even one slot per device fits: lower --context"
     else:
         advice = "not even the weights fit"
     raise UserError(
@@ -96,8 +96,8 @@ def check_cache(
         rows = "1 row" if slots == 1 else f"{slots} rows side by side"
         raise UserError(
             f"{rows} of {capacity} tokens would not fit into memory: cache {as_size(plan.cache)}, "
-            f"logits {as_size(plan.logits)}: {as_size(needed)} of {as_size(free)}; fewer rows, or "
-            "fewer tokens of each, need less"
+            f"logits {as_size(plan.logits)}: {as_size(needed)} of {as_size(free)}; use fewer "
+            "rows, or fewer tokens per row"
         )
 
 

@@ -88,11 +88,11 @@ def chunk_size(config: ModelConfig, length: int, batch: int, largest: int) -> in
 def check_recording(model: LanguageModel, recording: Recording) -> None:
     """Refuses (UserError) to record more of the most likely tokens than there are, or than memory
     is kept for."""
-    asked = f"the {recording.top} most likely tokens are asked for"
+    asked = f"the {recording.top} most likely tokens cannot be recorded"
     if recording.top > MAX_TOP:
-        raise UserError(f"{asked}, at most {MAX_TOP} are possible")
+        raise UserError(f"{asked}: the maximum is {MAX_TOP}")
     if not 0 <= recording.top <= model.config.vocab_size:
-        raise UserError(f"{asked}, the model has {model.config.vocab_size}")
+        raise UserError(f"{asked}: the model has {model.config.vocab_size} tokens")
 
 
 def encode_prompt(

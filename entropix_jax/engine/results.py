@@ -174,7 +174,7 @@ class Rows(list[Row]):
             UserError: the file cannot be written, or the rows are not of one run with one prompt.
         """
         if self.header is None or len({tuple(row.request.prompt) for row in self}) != 1:
-            raise UserError("a trace is of one run with one prompt")
+            raise UserError("a trace needs rows of one run with one prompt")
         with TraceWriter(Path(path)) as writer:
             writer.write(self.header)
             for row in self:

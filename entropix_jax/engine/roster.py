@@ -111,7 +111,7 @@ class Roster:
             raise UserError(f"{name} has ended: rewind it before tokens are forced")
         left = self._budget(row.request) - len(row.tokens)
         if len(tokens) > left:
-            raise UserError(f"{name} has a budget of {left} left for {len(tokens)} forced tokens")
+            raise UserError(f"{name}: a budget of {left} is left for {len(tokens)} forced tokens")
         if (strange := find_no_token(self._model, tokens)) is not None:
             raise UserError(
                 f"the tokens forced on {name} hold {strange!r}, which is not a token id"

@@ -382,15 +382,15 @@ def check_place(row: Row, budget: int, position: int | None = None) -> int:
     end = first + len(row.tokens)
     kept = len(row.tokens) if position is None else position - first
     if not 0 <= kept <= len(row.tokens):
-        raise UserError(f"{name} continues from a position of {first} to {end}, not {position}")
+        raise UserError(f"{name} can continue from a position of {first} to {end}, not {position}")
     if kept >= budget:
         raise UserError(f"{name} has no budget left at position {first + kept}")
     if kept == len(row.tokens) and row.finish_reason == "stop":
-        raise UserError(f"{name} ends with a stop string: it goes on before position {end}")
-    if kept and row.tokens[kept - 1].state is None:
         raise UserError(
-            f"{name} has no states to continue from: record them, Recording(state=True)"
+            f"{name} ends with a stop string: it can only continue from before position {end}"
         )
+    if kept and row.tokens[kept - 1].state is None:
+        raise UserError(f"{name} has no recorded states: use Recording(state=True) to continue it")
     return kept
 
 
@@ -434,6 +434,6 @@ def check_request(model: LanguageModel, request: Request, capacity: int | None =
     if prompt >= room:
         limit = f"a row has room for {room}" if room < positions else f"the model {room} positions"
         raise UserError(
-            f"the prompt has {prompt} tokens, {limit}: at most {room - 1} leave room for an answer"
+            f"the prompt has {prompt} tokens, {limit}: shorten it to at most {room - 1}"
         )
     return min(request.max_new_tokens, room - prompt)

@@ -106,7 +106,7 @@ def score_tokens(
     recording = recording or Recording()
     check_recording(model, recording)
     if len(tokens) < 2:
-        raise UserError("the text is too short: the model expects nothing before its first token")
+        raise UserError("the text is too short: its first token has no context")
     segments = split(tokens, check_context(model, context))
     stream = model.tokenizer.stream(after=tokens[:1])
 

@@ -229,7 +229,7 @@ class Search:
             UserError: a vote without answers to count.
         """
         if self.method.choice == "vote" and extract is None and len(self.rows) > 1:
-            raise UserError(f"method '{self.method.name}' votes on answers: these texts have none")
+            raise UserError(f"method '{self.method.name}' votes, but these texts have no answers")
         answers = [None if extract is None or row.error else extract(row.text) for row in self.rows]
         counts = Counter(answer for answer in answers if answer is not None)
         chosen = self._choose(answers, counts)

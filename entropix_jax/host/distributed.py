@@ -38,7 +38,7 @@ def join(processes: int | None = None, process: int | None = None) -> tuple[int,
         jax.distributed.shutdown()
     except (ValueError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"--distributed: the hosts do not meet: {reason}") from None
+        raise UserError(f"--distributed: the processes could not connect: {reason}") from None
     return place
 
 

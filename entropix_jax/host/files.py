@@ -63,7 +63,7 @@ def check_own_code(raw: Mapping[str, Any], path: Path) -> None:
     """Refuses (UserError) the file `path`, with this content, if it names Python code to run."""
     if raw.get("auto_map"):
         raise UserError(
-            f"{path}: 'auto_map' names code of the folder's own, which is not run: "
+            f"{path}: 'auto_map' names code in the folder, which is never run: "
             "remove it if the model needs none of that code"
         )
 
@@ -140,4 +140,4 @@ def check_apart(output: Path, *sources: Path | str | None) -> None:
     """Refuses (UserError) an output that would replace one of its own sources."""
     for source in sources:
         if source is not None and os.path.realpath(output) == os.path.realpath(source):
-            raise UserError(f"{output}: would take the place of its own source: give another name")
+            raise UserError(f"{output}: would overwrite its own input: give another name")

@@ -83,7 +83,7 @@ def run(arguments: Arguments) -> int:
     finally:
         status.clear()
     if not len(values["entropy"]):
-        raise UserError("the answers are empty: give other prompts by --prompts")
+        raise UserError("the answers are empty: give other prompts with --prompts")
 
     # Write the tables.
     where = "entropix_jax" if file is None else file.name

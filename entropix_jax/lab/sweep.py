@@ -290,7 +290,7 @@ class _Reader:
             raise UserError(f"split = {split!r}: must be one of {', '.join(get_args(Split))}")
         tuning = self._tuning() if "tuning" in table else None
         if tuning and split == "tuning":
-            raise UserError("split = 'tuning': is used for tuning: test on the other one")
+            raise UserError("split = 'tuning' is used for tuning: use split = 'test'")
         settings = tuple(self._settings(tuning))
         names = list_names(settings, tuning)
         baseline = table.text("baseline") or names[0]
@@ -330,7 +330,7 @@ class _Reader:
             named_method = own.text("method")
             forks = own.count("forks", 8 if named_method else 1, 1, MOST_FORKS)
             if named_method is None and "forks" in own:
-                raise UserError(f"{where}.forks: goes with a method")
+                raise UserError(f"{where}.forks: needs a method")
             keys = ("sampler", "method", "forks")
             values = {key: value for key, value in own.values.items() if key not in keys}
             with _within(where):

@@ -202,8 +202,8 @@ def _open_tensors(folder: Path) -> dict[str, StoredTensor]:
     if not index.exists():
         if pickled := sorted(p.name for p in folder.glob("*") if p.suffix.lower() in _PICKLED):
             raise UserError(
-                f"{folder}: weights in {pickled[0]}, which can run code when it is read, so it is "
-                "not: convert them to safetensors where you trust their source, with transformers: "
+                f"{folder}: {pickled[0]} is not read, because pickled weights can run code: if you "
+                "trust their source, convert them to safetensors with transformers: "
                 "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
             )
         raise UserError(f"{folder}: {SINGLE_FILE} is missing, and so is {INDEX_FILE}")

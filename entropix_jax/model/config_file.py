@@ -115,7 +115,7 @@ class _Object:
         if value != int(value) or value > most:
             self.refuse(f"'{key}' must be an integer up to {most}, not {self.raw[key]!r}")
         if of is not None and of % value:
-            self.refuse(f"{of} is no multiple of '{key}', {self.raw[key]!r}")
+            self.refuse(f"{of} is not a multiple of '{key}', {self.raw[key]!r}")
         return int(value)
 
 

@@ -32,7 +32,7 @@ def snapshot(repo: str, *, revision: str | None = None, folder: Path | None = No
         UserError: there is no such repository or file, or it cannot be read.
     """
     if (found := HUB_ID.fullmatch(repo)) is None:
-        raise UserError(f"no hub id: '{repo}' (it has the form owner/name)")
+        raise UserError(f"not a hub id: '{repo}' (expected owner/name)")
     from huggingface_hub import errors, hf_hub_download
 
     try:

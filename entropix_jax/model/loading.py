@@ -99,7 +99,7 @@ class LanguageModel:
         """Returns a line for the user where the end of a text, or what a prompt is put as, is not
         what the files of common Instruct and base models say; else None."""
         if not self.turn_end_ids:
-            return f"{self.folder}: no end token is named: rows end at their budget, or by --stop"
+            return f"{self.folder}: no end token is named: rows end at their budget or at --stop"
         if self.tokenizer.chat_template is None or self.folder == resource_folder("weights") / TINY:
             return None
         end, why = self.turn_end_id, "its chat template ends turns with"
@@ -111,7 +111,7 @@ class LanguageModel:
             return None
         else:
             found = f"its end token '{name}'"
-            told = f"prompts are put as chats, since {why} {found} (--no-chat: plain text)"
+            told = f"prompts are sent as chats, since {why} {found} (--no-chat: plain text)"
         return f"{self.folder}: {told}"
 
 

@@ -61,7 +61,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         add_bos = settings.add_bos is not False
         settings = replace(settings, special_tokens=special, add_bos=add_bos)
         return Tokenizer(path, _json_of_ranks(_read_ranks(path)), settings)
-    raise UserError(f"{folder}: no tokenizer: neither tokenizer.json nor tokenizer.model is there")
+    raise UserError(f"{folder}: no tokenizer: neither tokenizer.json nor tokenizer.model exists")
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Tokenizer:
         while self.own_size - 1 in added:
             self.own_size -= 1
         if self.bos_id is not None and self.bos_id >= self.vocab_size:
-            raise UserError(f"{path}: the post-processor adds {self.bos_id}, which is no token id")
+            raise UserError(f"{path}: the post-processor adds {self.bos_id}, not a token id")
 
     def _find_bos(self) -> int | None:
         if self._settings.add_bos is None:
@@ -452,5 +452,5 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
             raise UserError(f"{where} is not a token in base64 and its rank {told}") from error
     single_bytes = {bytes([byte]) for byte in range(256)}
     if sorted(ranks.values()) != list(range(len(ranks))) or not single_bytes <= ranks.keys():
-        raise UserError(f"{path}: the ranks are not 0, 1, 2, ... of tokens with all single bytes")
+        raise UserError(f"{path}: the ranks are not 0, 1, 2, ..., or a single byte is missing")
     return ranks

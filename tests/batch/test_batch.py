@@ -331,9 +331,9 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--input", "missing.jsonl"], "missing.jsonl"),
     (["--output", "no/such/folder/out.jsonl"], "no/such/folder"),
     (["--trace", "s3://b/traces"], "s3://b/traces: traces need a folder on this machine"),
-    (["--trace", "."], "in.jsonl lies there"),
-    (["--trace", ".", "--input", "-", "--output", "link.jsonl"], "link.jsonl lies there"),
-    (["--trace", ".", "--input", "-", "--output", "elsewhere/link"], "link lies there"),
+    (["--trace", "."], "in.jsonl: give another folder"),
+    (["--trace", ".", "--input", "-", "--output", "link.jsonl"], "link.jsonl: give another folder"),
+    (["--trace", ".", "--input", "-", "--output", "elsewhere/link"], "link: give another folder"),
     (["--slots", "100000000"], "do not fit into a device: at least"),
     (["--chat", "--no-chat"], "give only one of --chat and --no-chat"),
 ]

@@ -414,7 +414,7 @@ def test_outputs_that_cannot_be_written(output: str) -> None:
         ("-", "the output cannot be standard output"),
         ("", "'': the output must be a file, not a folder"),
         (beside(output, "new/"), "new/': the output must be a file, not a folder"),
-        (beside(output, "out.zst"), "a compressed output cannot grow: choose a name in .jsonl"),
+        (beside(output, "out.zst"), "a compressed file cannot grow: choose a .jsonl file"),
         (beside(output, "in.jsonl"), r"in\.jsonl: cannot be written: it is the input$"),
         ("nonsense://out.jsonl", "ValueError: Protocol not known: nonsense"),
     ):

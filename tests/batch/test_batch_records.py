@@ -247,7 +247,7 @@ def test_records_come_as_they_are_written() -> None:
 
 def test_headers_that_are_wrong() -> None:
     for data, message in (
-        ("\n , \n", "empty: CSV begins with a row of column names"),
+        ("\n , \n", "empty: CSV needs a row of column names"),
         ("text,id\n", "header of the CSV: no column 'prompt', only 'text, id'"),
         ("prompt,id,prompt\n", "header of the CSV: two columns 'prompt'"),
         ("prompt,messages\n", "header of the CSV: 'messages' is no column of CSV: give"),

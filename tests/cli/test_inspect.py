@@ -150,7 +150,7 @@ def test_what_cannot_be_inspected(model: LanguageModel, tmp_path: Path) -> None:
     for length, options, message in (
         (1, {}, "too short"),
         (5, {"context": MAX_POSITIONS + 1}, f"2 to {MAX_POSITIONS} tokens, not 121"),
-        (5, {"recording": Recording(top=10**6)}, "most likely tokens are asked for"),
+        (5, {"recording": Recording(top=10**6)}, "most likely tokens cannot be recorded"),
     ):
         with pytest.raises(UserError, match=message):
             list(scored(model, text_of(length), QUADRANTS, **options))
@@ -213,7 +213,7 @@ def test_a_text(command: Command, folder: str, monkeypatch: pytest.MonkeyPatch) 
     [
         ((), "give the text with --text or --text-file"),
         (("--text", "a", "--text-file", "b"), "only one of them"),
-        (("a",), "'a' follows no option: give a text as --text TEXT"),
+        (("a",), "unexpected argument 'a': give a text as --text TEXT"),
         (("--text", ""), "the text is empty"),
         (("--text", "ab", "--context", -1), "--context must be at least 0"),
         (("--text", "ab", "--top", 3), "need --format json"),

@@ -375,7 +375,7 @@ def test_a_person_on_a_terminal(folder: str, monkeypatch: pytest.MonkeyPatch) ->
 
 BAD: list[tuple[list[object], str]] = [
     ([], "--prompt is missing: give it, or --prompt-file or --messages"),
-    (["Once"], "'Once' follows no option: give a text as --prompt TEXT"),
+    (["Once"], "unexpected argument 'Once': give a text as --prompt TEXT"),
     (["--prompt", ""], "the prompt is empty"),
     (["--prompt", "a", "--prompt-file", "b"], "only one of --prompt, --prompt-file and --messages"),
     (["--prompt-file", "missing.txt"], "missing.txt: no such file"),
@@ -394,7 +394,7 @@ BAD: list[tuple[list[object], str]] = [
     (short("--stop", ""), "--stop: stop strings must not be empty"),
     (short("--report", "-"), "--report -: standard output is for the text"),
     (short("--trace", "-"), "--trace -: standard output is for the text"),
-    (short("--set"), "--set: nothing follows it"),
+    (short("--set"), "--set: its value is missing"),
     (short("--set", ""), "--set : expected sampler.KEY=VALUE"),
     (short("--set", "sampler.base.temprature=1"), "did you mean 'base.temperature'?"),
     (short("--set", "sampler.metrics.layers=[1.0]"), "the model has 2 layers"),
@@ -405,11 +405,11 @@ BAD: list[tuple[list[object], str]] = [
     (short("--sampler", "entropy"), "(a file's name ends in .toml), did you mean 'entropix'?"),
     (short("--chat"), "only one of --chat and --no-chat"),
     (short("--system", "Be brief."), "a system message needs a chat (--chat)"),
-    (["--messages", "messages.json", "--no-chat"], "does not go with --no-chat"),
-    (["--messages", "messages.json", "--system", "a"], "does not go with --system"),
+    (["--messages", "messages.json", "--no-chat"], "cannot be used with --messages"),
+    (["--messages", "messages.json", "--system", "a"], "cannot be used with --messages"),
     (["--messages", "deep.json"], "deep.json: not valid JSON"),
     (["--messages", "contentless.json"], "message 1 must be an object with a text"),
-    (short("--trace-top", 99999), "the 99999 most likely tokens are asked for"),
+    (short("--trace-top", 99999), "the 99999 most likely tokens cannot be recorded"),
     (short("--trace-top", -1), "--trace-top must be at least 0, not -1"),
     (short("--trace", "missing/trace.jsonl"), "cannot be written: no folder missing"),
     (short("--trace", "/dev/full"), "/dev/full: cannot be written: No space left on device"),
@@ -447,7 +447,7 @@ def test_what_goes_with_a_file(
     path = workplace / "messages.json"
     before = path.read_text()
     for given, written in (("--prompt-file", "--trace"), ("--messages", "--report")):
-        message = f"{path}: would take the place of its own source"
+        message = f"{path}: would overwrite its own input"
         one_error(command(given, path, written, path), message)
         assert path.read_text() == before
     set_stdin(monkeypatch, b"ab\xff")

@@ -60,8 +60,8 @@ def test_what_a_vote_counts() -> None:
         (["--method", "dst"], "no method 'dst', did you mean 'dts'?"),
         (["--method", "dts", "--forks", 0], "--forks must be at least 1, not 0"),
         (["--method", "dts", "--forks", 33], "--forks"),
-        (["--vote"], "--vote goes with --method"),
-        (["--method", "dts", "--samples", 2], "--method goes without --samples"),
+        (["--vote"], "--vote needs --method"),
+        (["--method", "dts", "--samples", 2], "--method excludes --samples"),
     ],
 )
 def test_refusals(arguments: list[object], message: str) -> None:

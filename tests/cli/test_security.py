@@ -49,7 +49,7 @@ def test_pickles_are_not_read(own: Path, tmp_path: Path, name: str) -> None:
     (own / name).write_bytes(intruder)
     load(str(own))
     (own / "model.safetensors").unlink()
-    said = rf"{name}, which can run code.*convert them to safetensors.*save_pretrained"
+    said = rf"{name} is not read, .* run code.*convert them to safetensors.*save_pretrained"
     with pytest.raises(UserError, match=said):
         load(str(own))
     (own / "model.safetensors").write_bytes(intruder)
@@ -67,7 +67,7 @@ def test_code_of_the_folders_own_is_refused(own: Path, name: str) -> None:
     load(str(own))
     (own / "own.py").write_text("raise SystemExit")
     (own / name).write_text(json.dumps({**raw, "auto_map": {"AutoModel": "own.Model"}}))
-    with pytest.raises(UserError, match=rf"{name}: 'auto_map' names code .* which is not run"):
+    with pytest.raises(UserError, match=rf"{name}: 'auto_map' names code .* which is never run"):
         load(str(own))
 
 

@@ -267,7 +267,7 @@ def test_samplers_of_one_run_share_their_arms(tiny: LanguageModel) -> None:
     [
         ([5] * 10, 500, 100, 90),
         ([5] * 10, 10_000, None, 4086),
-        ([5] * 100, 5, 100, "the prompt has 100 tokens, a row has room for 100: at most 99 leave"),
+        ([5] * 100, 5, 100, "the prompt has 100 tokens, a row has room for 100: shorten it to"),
         ([5] * 4096, 5, None, "the prompt has 4096 tokens, the model 4096 positions"),
         ([], 5, 100, "the prompt is empty"),
         ([5], 0, 100, "max_new_tokens must be at least 1, not 0"),

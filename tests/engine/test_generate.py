@@ -179,7 +179,7 @@ def test_a_list_of_prompts_is_a_batch(
     # Prompt by prompt; a run with several has no one trace.
     rows = generate(model, prompts[:2], "min-p", samples=2, **options)
     assert [row.request.row_id for row in rows] == ["0", "1", "0", "1"]
-    with pytest.raises(UserError, match="a trace is of one run with one prompt"):
+    with pytest.raises(UserError, match="a trace needs rows of one run with one prompt"):
         rows.save_trace("never.jsonl")
 
 

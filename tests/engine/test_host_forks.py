@@ -333,9 +333,9 @@ def test_text_that_is_held_back_is_held_back_again(tiny: LanguageModel) -> None:
             assert [fork.text for fork in forks] == [row.text] * 2 == [end[:start]] * 2
         if event.row is row and row.finish_reason is not None and not row.rewinds:
             assert row.text == end[:start]
-            with pytest.raises(UserError, match="ends with a stop string: it goes on before"):
+            with pytest.raises(UserError, match="ends with a stop string: it can only"):
                 engine.fork(row, 1)
-            with pytest.raises(UserError, match="ends with a stop string: it goes on before"):
+            with pytest.raises(UserError, match="ends with a stop string: it can only"):
                 engine.rewind(row, row.tokens[-1].position + 1)
             engine.rewind(row, row.tokens[19].position)
             assert row.text == end[:start]
@@ -413,11 +413,11 @@ def test_moves_that_are_refused(tiny: LanguageModel) -> None:
 
     def look(engine: Engine, event: Event) -> None:
         if len(row.tokens) == 5:
-            where = f"continues from a position of {first} to {first + 5}, not"
+            where = f"can continue from a position of {first} to {first + 5}, not"
             refused(f"{where} {first + 6}", engine.rewind, row, first + 6)
             refused(f"{where} {first - 1}", engine.fork, row, 1, position=first - 1)
             refused("'y' is not one of a run in progress", engine.rewind, other, first)
-            refused("budget of 7 left for 8 forced tokens", engine.force, row, [5] * 8)
+            refused("budget of 7 is left for 8 forced tokens", engine.force, row, [5] * 8)
             refused("hold 99999, which is not a token id", engine.force, row, [5, 99999])
             refused("no mechanism is named 'injekt', did", engine.force, row, [5], action="injekt")
         if row.finish_reason is not None:
@@ -429,7 +429,7 @@ def test_moves_that_are_refused(tiny: LanguageModel) -> None:
     refused("is not one of a run in progress", engine.rewind, row, first)
     for event in engine.run([Row(row.request)]):  # without states
         if event.row.tokens:
-            refused(r"record them, Recording\(state=True\)", engine.fork, event.row, 1)
+            refused(r"use Recording\(state=True\)", engine.fork, event.row, 1)
             break
     with pytest.raises(UserError, match="no budget left"):
         drive(tiny, [Row(row.request, row.tokens)])

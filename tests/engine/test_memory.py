@@ -78,7 +78,7 @@ def test_what_does_not_fit_names_what_does(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(UserError, match=r"at most 6 slots fit \(--slots 6\)$"):
         check_memory(config, precision, slots=7, capacity=64, mesh=None)
     weights = weights_bytes(config, precision.weights)
-    for free, advice in ((weights, r"fewer tokens a row"), (weights - 1, r"not even the weights")):
+    for free, advice in ((weights, r"lower --context"), (weights - 1, r"not even the weights")):
         give(monkeypatch, free)
         with pytest.raises(UserError, match=advice):
             check_memory(config, precision, slots=7, capacity=64, mesh=None)

@@ -207,5 +207,5 @@ def test_what_cannot_be_searched(tiny: LanguageModel) -> None:
     (search,) = run_searches(
         engine, [Search(questions(tiny, 1)[0], METHODS["self-consistency"], 2)]
     )
-    with pytest.raises(UserError, match="votes on answers: these texts have none"):
+    with pytest.raises(UserError, match="votes, but these texts have no answers"):
         search.outcome()

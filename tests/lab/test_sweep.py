@@ -308,7 +308,7 @@ BAD: list[tuple[str, str]] = [
     ("T\n[tuning]", "tuning.samplers: must be a list of samplers"),
     ("T\n[tuning]\nsamplers = ['top-p', 'top-p']", "tuning.samplers: has a value twice"),
     (f"T\n{TUNE}[tuning.over.min-p]\n'base.min_p' = [0.1]", "tuning: over.min-p: not one"),
-    (f"T\nsplit = 'tuning'\n{TUNE}", "split = 'tuning': is used for tuning"),
+    (f"T\nsplit = 'tuning'\n{TUNE}", "split = 'tuning' is used for tuning"),
     ("tasks = ", "not valid TOML"),
 ]
 

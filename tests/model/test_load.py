@@ -150,7 +150,7 @@ def family(turns: str, prompt: str = "") -> str:
 ROLE = "<|start_header_id|>{{ m.role }}<|end_header_id|>{{ m.content }}"
 ENDS = "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
 EOT_NOTE = "'<|eot_id|>', which is not one of its end tokens (--chat: prompts are chats)"
-EOS_NOTE = "prompts are put as chats, since its chat template ends turns with its end token"
+EOS_NOTE = "prompts are sent as chats, since its chat template ends turns with its end token"
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_a_model_without_an_end_says_so(copy: Path) -> None:
     tokenizer = (copy / "tokenizer.json").read_text().replace("<|eot_id|>", "<|other|>")
     (copy / "tokenizer.json").write_text(tokenizer.replace("<|eom_id|>", "<|another|>"))
     model, (note,) = loaded(copy)
-    assert "no end token is named: rows end at their budget, or by --stop" in note
+    assert "no end token is named: rows end at their budget or at --stop" in note
     assert model.end_ids(chat=True) == ()
 
 
@@ -406,7 +406,7 @@ def test_refusals_of_the_hub(hub: Hub, tmp_path: Path) -> None:
     for asked, arguments, offline, told in (
         (hub, ("owner/other",), False, missing),
         (hub, (REPO, "--revision", "none"), False, REPO),
-        (hub, ("a/b/c",), False, "no hub id: 'a/b/c' (it has the form owner/name)"),
+        (hub, ("a/b/c",), False, "not a hub id: 'a/b/c' (expected owner/name)"),
         (None, ("a/b",), False, not_downloaded),  # nobody answers
         (None, ("a/b",), True, not_downloaded),
     ):

@@ -163,7 +163,7 @@ def test_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("missing.jsonl", "page.html", "missing.jsonl: no such file"),
         (".", "page.html", "not a regular file: give a trace"),
         ("trace.jsonl", ".", "cannot be written: it is a folder"),
-        ("trace.jsonl", "trace.jsonl", "would take the place of its own source"),
+        ("trace.jsonl", "trace.jsonl", "would overwrite its own input"),
         ("trace.jsonl", "/dev/null", "/dev/null: cannot be written: not a regular file"),
         ("pipe", "page.html", "pipe: not a regular file: give a trace"),
         # What to do instead.

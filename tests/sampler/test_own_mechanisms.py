@@ -145,7 +145,7 @@ def test_from_the_command_line(
     capsys.readouterr()
     for plugin, problem in (
         ([], "no sampler key 'mirostat_2.target'"),
-        (["--plugin", "no_such_module"], "no module 'no_such_module': give its name, without .py"),
+        (["--plugin", "no_such_module"], "no module 'no_such_module': give its name without .py"),
         (["--plugin", "own_wrong"], "own_wrong: has no MECHANISMS"),
         (["--plugin", "own_broken"], "own_broken: cannot be imported: ZeroDivisionError"),
     ):

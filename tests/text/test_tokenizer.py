@@ -513,7 +513,7 @@ def test_bad_chat_templates(tmp_path: Path, template: str | None, message: str) 
         ("tokenizer.json", b'{"version": "1.0"}', "not a tokenizer.json"),
         ("tokenizer.model", b"\n\x0e\x00\x00unk", "line 1 is not a token in base64"),
         ("tokenizer.model", b"YQ== 0\nYg== 2\n", "the ranks are not 0, 1, 2"),
-        ("tokenizer.model", b"YQ== 0\nYg== 1\n", "with all single bytes"),
+        ("tokenizer.model", b"YQ== 0\nYg== 1\n", "or a single byte is missing"),
         ("tokenizer_config.json", b'{"add_bos_token": true}', "'bos_token' is not a token"),
         ("tokenizer_config.json", b'{"chat_template": [1]}', "'chat_template' must be"),
         ("tokenizer_config.json", b'{"bos_token": "\\ud800"}', "'bos_token' is not valid Unicode"),
@@ -550,7 +550,7 @@ NO_TOKEN = {
         ({"model": {"continuing_subword_prefix": "longer"}}, "not a tokenizer.json: range"),
         # ... and over a text, here one on which an expression backtracks without end.
         ({"pre_tokenizer": BACKTRACKING}, "the tokenizer fails: Onig: Regex search error: retry-"),
-        ({"post_processor": NO_TOKEN}, "the post-processor adds 99999, which is no token id"),
+        ({"post_processor": NO_TOKEN}, "the post-processor adds 99999, not a token id"),
         # Some errors of its own come with the first text that meets them.
         (
             {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<none>"}},
