@@ -11,17 +11,17 @@ from entropix_jax.version import __version__
 # The module of each subcommand, and what it does. A module has a function `run` and a dataclass
 # `Arguments`, which it takes; one without takes the list of texts.
 COMMANDS = {
-    "generate": ("cli.generate", "text from a prompt, and its uncertainty"),
-    "chat": ("chat.command", "a conversation in the terminal, each answer and its uncertainty"),
-    "batch": ("cli.batch", "texts for a file of prompts, many at a time; a stopped run resumes"),
-    "inspect": ("cli.inspect", "the uncertainty of a given text, nothing generated"),
-    "serve": ("serve.command", "a server with the OpenAI API"),
-    "ablate": ("lab.ablate", "many settings of a sampler on tasks, in one compiled program"),
-    "evaluate": ("lab.evaluate", "samplers against each other, each tuned with the same effort"),
-    "pivots": ("lab.pivots", "which tokens decide greedy answers, and what predicts that"),
-    "harness": ("lab.harness", "tasks of EleutherAI's lm-evaluation-harness"),
-    "calibrate": ("lab.calibrate", "measures a model's own answers, for thresholds in percent"),
-    "report": ("cli.report", "a trace as a page to open in a browser"),
+    "generate": ("cli.generate", "generates text from a prompt, and shows its uncertainty"),
+    "chat": ("chat.command", "chats in the terminal, and shows the uncertainty of each answer"),
+    "batch": ("cli.batch", "generates texts for a file of prompts; a stopped run resumes"),
+    "inspect": ("cli.inspect", "prints the uncertainty of a given text"),
+    "serve": ("serve.command", "serves a model with an OpenAI-compatible API"),
+    "ablate": ("lab.ablate", "compares settings of a sampler on tasks"),
+    "evaluate": ("lab.evaluate", "compares samplers on tasks, each tuned with the same effort"),
+    "pivots": ("lab.pivots", "finds the tokens that decide greedy answers"),
+    "harness": ("lab.harness", "runs tasks of EleutherAI's lm-evaluation-harness"),
+    "calibrate": ("lab.calibrate", "measures the percentiles of a model's own answers"),
+    "report": ("cli.report", "makes a web page from a trace"),
 }
 
 

@@ -20,7 +20,7 @@ from entropix_jax.cli.options import (
 from entropix_jax.cli.status import show_status
 from entropix_jax.errors import UserError, check_range
 
-_MAX_CONTEXT = 4096  # unless another number is asked for
+_MAX_CONTEXT = 4096  # by default
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,18 @@ class Arguments:
 
     model: ModelOptions = field(default_factory=ModelOptions)
     max_new_tokens: Count = 512
-    """Maximum number of tokens of an answer."""
+    """Maximum number of tokens in an answer."""
     seed: Count = 0
-    """Seed of all random numbers. /retry takes the next one for its answer."""
+    """Seed of all random numbers. /retry uses the next one for its answer."""
     system: Text = None
     """A system message."""
     stop: Texts = ()
-    """Stop strings: texts that end an answer and are removed from it."""
+    """Stop strings. They end an answer and are removed from it."""
     messages: File = None
     """Continue a conversation from a JSON file that /save wrote: a list of {"role": ...,
     "content": ...}."""
     context: OptionalCount = None
-    """Maximum tokens of the conversation (default: the model's positions, at most 4096)."""
+    """Maximum tokens in the conversation (default: the model's positions, at most 4096)."""
     quiet: Flag = False
     """Do not print statistics after each answer."""
 

@@ -1,4 +1,4 @@
-"""`entropix-jax batch`: a file of prompts in, a file of completions out."""
+"""`entropix-jax batch`: generates a file of completions for a file of prompts."""
 
 import signal
 import sys
@@ -45,17 +45,17 @@ class Arguments:
     Input: JSON Lines, {"id", "prompt" or "messages", optional "sampler", "max_new_tokens",
     "seed"}, or CSV with a column "prompt". A record's own values override the options.
 
-    Output: one JSON object for each record, in order of completion. A run that is started again
-    resumes. Addresses are paths or URLs that fsspec knows, such as s3://bucket/key.
+    Output: one JSON object for each record, in order of completion. The same command resumes a run.
+    Addresses are paths or URLs that fsspec can open, such as s3://bucket/key.
 
     Example:
         --input prompts.jsonl --output answers.jsonl
     """
 
     input: Annotated[str, tyro.conf.arg(metavar="ADDRESS")]
-    """The records; - for JSON Lines from standard input."""
+    """File of records; - for JSON Lines from standard input."""
     output: Annotated[str, tyro.conf.arg(metavar="ADDRESS")]
-    """The results."""
+    """File of results."""
     model: ModelOptions = field(default_factory=ModelOptions)
     text: TextOptions = field(default_factory=TextOptions)
     slots: Count = 32
@@ -63,23 +63,23 @@ class Arguments:
     context: OptionalCount = None
     """Maximum tokens of a row, prompt included (default: the model's positions, at most 2048)."""
     mesh: Annotated[str | None, option("data=N,model=M")] = None
-    """How devices share the work: rows are split over data, each row's heads and matrices over
-    model (default: all devices on data)."""
+    """Mesh of devices: rows are split over data, each row's heads and matrices over model (default:
+    all devices on data)."""
     trace: Annotated[str | None, option("DIR")] = None
-    """Write each record's full trace into this folder."""
+    """Write the trace of each record to this folder."""
     trace_top: Count = 0
     """Record this many of the most likely tokens at each position of the traces."""
     trace_layers: Flag = False
     """Add the attention entropy of each layer and head to each token of the traces."""
     distributed: Flag = False
-    """Run one share of the records: this process is one of several, on the hosts of a TPU VM, in a
-    Slurm job, or as the next two options say. Each writes its own part of the output."""
+    """Run one share of the records: this process is one of several, on a TPU VM, in a Slurm job, or
+    set by --processes and --process. Each writes its own part of the output."""
     processes: OptionalCount = None
     """Number of processes."""
     process: Annotated[int | None, tyro.conf.arg(metavar="I", help_behavior_hint="")] = None
     """Index of this process, from 0."""
     strict: Flag = False
-    """End at the first record that cannot be run, instead of writing an error as its result."""
+    """Stop at the first record that cannot run instead of writing an error as its result."""
 
 
 def run(arguments: Arguments) -> int:

@@ -1,4 +1,4 @@
-"""`entropix-jax generate`: a prompt in, text and its uncertainty out."""
+"""`entropix-jax generate`: generates text from a prompt, and shows its uncertainty."""
 
 import contextlib
 import sys
@@ -58,14 +58,14 @@ class Arguments:
     samples: Count = 1
     """Number of texts to generate from the prompt, in parallel."""
     method: Text = None
-    """Search several continuations for one text: self-consistency, best-of-n, surest-of-n, dts,
-    dts-greedy, eager, random-forks or start-forks. Their tree goes to standard error."""
+    """Generate several continuations and choose one: self-consistency, best-of-n, surest-of-n, dts,
+    dts-greedy, eager, random-forks or start-forks. The tree goes to standard error."""
     forks: Count = 8
-    """Most continuations of a --method, to 32."""
+    """Maximum number of continuations of a --method, at most 32."""
     vote: Flag = False
-    """Choose the text whose answer most continuations have: the last number, else the last line."""
+    """Choose the most frequent answer. An answer is the last number, else the last line."""
     format: Literal["text", "json"] = "text"
-    """text, printed while it is generated, or json: one object for each sample at the end."""
+    """text: print the text as it is generated. json: print one object per sample at the end."""
     ask: Flag = False
     """On a terminal, ask which branch to take if the two best scores are within the margin."""
     verbose: Flag = False
@@ -77,8 +77,7 @@ class Arguments:
     trace_layers: Flag = False
     """Record the attention entropy of each layer and head at each position of the trace."""
     report: Annotated[str | None, option("FILE.html")] = None
-    """Write a web page of the run. Without the two options above it has the five most likely tokens
-    and all layers."""
+    """Write a web page of the run. By default it has the five most likely tokens and all layers."""
 
 
 def run(arguments: Arguments) -> int:

@@ -1,4 +1,4 @@
-"""`entropix-jax inspect`: the uncertainty of a given text, nothing generated."""
+"""`entropix-jax inspect`: prints the uncertainty of a given text."""
 
 import math
 import sys
@@ -48,13 +48,13 @@ class Arguments:
     """Read the text from a file, - for standard input."""
     model: ModelOptions = field(default_factory=ModelOptions)
     context: Count = 0
-    """Context length in tokens; 0: 1024, or the model's positions."""
+    """Context length in tokens; 0: 1024, or the model's positions if fewer."""
     top: Count = 0
     """Record this many of the most likely tokens at each position (with --format json)."""
     layers: Flag = False
     """Add the attention entropy of each layer and head to each token (with --format json)."""
     format: Literal["table", "text", "json"] = "table"
-    """A line for each token, the text coloured by regime, or JSON Lines with all metrics."""
+    """table: a line per token. text: the text coloured by regime. json: JSON Lines, all metrics."""
 
 
 def run(arguments: Arguments) -> int:

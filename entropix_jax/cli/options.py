@@ -1,4 +1,4 @@
-"""What all commands share: parsing arguments, the exit status, and errors of one line."""
+"""Shared by all commands: argument parsing, exit statuses, and errors of one line."""
 
 import contextlib
 import difflib
@@ -77,8 +77,8 @@ class ModelOptions:
     """smollm2, tiny, a folder in the Hugging Face layout, a GGUF file, or a hub id owner/name
     (default: smollm2 if its package is installed, else tiny)."""
     sampler: Annotated[str, tyro.conf.arg(metavar="PRESET_OR_FILE")] = "entropix"
-    """A preset's name (entropix, greedy, temperature, top-p, min-p, ...; an unknown name lists
-    them all), or a sampler file that ends in .toml."""
+    """A preset (entropix, greedy, temperature, top-p, min-p, ...; an unknown name lists them all),
+    or a sampler file that ends in .toml."""
     set: Annotated[Texts, tyro.conf.arg(metavar="sampler.KEY=VALUE ...")] = ()
     """Change settings of the sampler."""
     plugin: Module = None
@@ -87,14 +87,14 @@ class ModelOptions:
     dtype: Dtype = None
     """Dtype of the weights in memory (default: the checkpoint's)."""
     precision: Activations = None
-    """Dtype of the hidden states, and on accelerators of the cache (default: float32 on a CPU, else
+    """Dtype of hidden states and, except on a CPU, of the cache (default: on a CPU float32, else
     that of the weights)."""
     check: Flag = False
     """Check all weights and activations for NaN and infinity. An error names the tensor, or the
     layer and the position."""
 
     def load(self, name: str, mesh: "Mesh | None" = None) -> "LanguageModel":
-        """The model of a name."""
+        """Loads the model of a name."""
         from entropix_jax.model.loading import load
 
         return load(name, self.dtype, mesh, precision=self.precision, check=self.check)
@@ -123,13 +123,13 @@ class TextOptions:
     seed: Count = 0
     """Seed of all random numbers."""
     chat: Flag = False
-    """Send the prompt as a user's message of a chat (default for Instruct models)."""
+    """Send the prompt as a user message in a chat (default for Instruct models)."""
     no_chat: Flag = False
     """Continue the prompt as plain text (default for other models)."""
     system: Text = None
     """A system message for the chat."""
     stop: Texts = ()
-    """Stop strings: texts that end the output and are removed from it."""
+    """Stop strings. They end the text and are removed from it."""
     ignore_eos: Flag = False
     """Continue past end tokens."""
     escape_special: Flag = False
@@ -137,7 +137,7 @@ class TextOptions:
     end a turn."""
 
     def check(self) -> None:
-        """Raises UserError for values that are wrong by themselves."""
+        """Raises UserError for invalid values."""
         if self.chat and self.no_chat:
             raise UserError("give only one of --chat and --no-chat")
         check_range("--max-new-tokens", self.max_new_tokens, 1)

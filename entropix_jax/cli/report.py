@@ -1,4 +1,4 @@
-"""`entropix-jax report`: a trace in, an HTML page out."""
+"""`entropix-jax report`: makes an HTML page from a trace."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,16 +12,16 @@ from entropix_jax.errors import UserError
 
 @dataclass(frozen=True)
 class Arguments:
-    """Makes one self-contained HTML page of a trace.
+    """Makes one self-contained HTML page from a trace.
 
     Example:
         run.jsonl --output run.html
     """
 
     trace: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TRACE")]
-    """The trace (`--trace FILE` of `generate`, `--trace DIR` of `batch`) of a run."""
+    """The trace of a run (`generate --trace FILE` or `batch --trace DIR`)."""
     output: Annotated[str, tyro.conf.arg(metavar="FILE.html")]
-    """The page."""
+    """The page to write."""
 
 
 def run(arguments: Arguments) -> int:

@@ -1,4 +1,4 @@
-"""`entropix-jax generate --method`: several continuations of a prompt, of which one is chosen."""
+"""`entropix-jax generate --method`: generates several continuations and chooses one."""
 
 import sys
 from typing import TYPE_CHECKING, Literal

@@ -12,7 +12,7 @@ from entropix_jax.lab.command import StudyOptions, run_study
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(StudyOptions):
-    """Runs the settings of a sweep file on its tasks; writes tables, plots and a summary.
+    """Runs the settings of a sweep file on its tasks, and writes tables, plots and a summary.
 
     Example:
         presets --output build/study
@@ -21,8 +21,8 @@ class Arguments(StudyOptions):
     sweep: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SWEEP")]
     """A sweep file, or the name of one in configs/ablations/."""
     items: OptionalCount = None
-    """Maximum number of items of each task, for a part of a study. Its rows equal those of the
-    whole study (default: as in the sweep file)."""
+    """Maximum number of items per task, to run part of a study. Its rows equal those of the whole
+    study (default: as in the sweep file)."""
 
 
 def run(arguments: Arguments) -> int:

@@ -17,8 +17,8 @@ PROMPTS_FILE = "calibration_prompts.jsonl"  # in a model's folder: the default o
 
 @dataclass(frozen=True)
 class Arguments:
-    """Measures the entropy and varentropy of a model's own answers, for samplers whose thresholds
-    are percentiles.
+    """Measures the entropy and varentropy of a model's own answers, for samplers with percentiles
+    as thresholds.
 
     Writes the model's quantile tables, and prints some of the quantiles.
 
@@ -33,7 +33,7 @@ class Arguments:
     """Prompts to answer: one per line of a .txt file, else JSON Lines or CSV as for batch
     (default: calibration_prompts.jsonl in the model's folder, else the package's prompts)."""
     output: File = None
-    """Calibration file, .json (default: the file that samplers read for this model)."""
+    """Calibration file to write, .json (default: the file that samplers read for this model)."""
     seed: Count = 0
     """Seed of the answers."""
     dtype: Dtype = None

@@ -40,20 +40,20 @@ class StudyOptions:
     output: Annotated[str, tyro.conf.arg(metavar="DIR")]
     """Folder of the results. The same command resumes an interrupted study."""
     data: Folder = None
-    """Folder of the published files of tasks that are named without a file: gsm8k_test.jsonl,
-    svamp.json, nq_open_dev.jsonl, ifeval.jsonl, prompts.csv (default: the environment variable
+    """Folder of published files, for tasks named without a file: gsm8k_test.jsonl, svamp.json,
+    nq_open_dev.jsonl, ifeval.jsonl, prompts.csv (default: the environment variable
     ENTROPIX_DATA)."""
     model: Model = None
     """smollm2, tiny, a folder in the Hugging Face layout, a GGUF file, or a hub id owner/name
     (default: smollm2 if its package is installed, else tiny)."""
     slots: Count = 64
-    """Rows in parallel."""
+    """Number of rows that run in parallel."""
     dtype: Dtype = None
     """Dtype of the weights in memory (default: the checkpoint's)."""
     precision: Activations = None
-    """Type of hidden states (default: on a CPU float32, else the weights')."""
+    """Dtype of the hidden states (default: float32 on a CPU, else that of the weights)."""
     plugin: Module = None
-    """Import a Python module whose MECHANISMS the samplers may use. Its code runs."""
+    """Python module whose MECHANISMS the samplers may use. It is imported, so its code runs."""
 
 
 def run_study(plan: Callable[[Calibrate], Sweep], options: StudyOptions) -> int:

@@ -17,7 +17,7 @@ _Names = Annotated[Texts, tyro.conf.arg(metavar="NAME ...", help_behavior_hint="
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(StudyOptions):
-    """Evaluates samplers on tasks. The first sampler and majority votes of its samples are the
+    """Compares samplers on tasks. The first sampler and majority votes of its samples are the
     baseline.
 
     Example:
@@ -29,18 +29,18 @@ class Arguments(StudyOptions):
     ifeval, writing, each with its file (svamp:FILE.json) or without (see --data); or your own,
     module:attribute or file.py:attribute."""
     sampler: _Names = ()
-    """Presets or files (default: temperature greedy entropix)."""
+    """Presets or sampler files (default: temperature greedy entropix)."""
     items: Count = 100
-    """Items of each task; 0 for all."""
+    """Number of items per task; 0 for all."""
     seeds: Count = 3
-    """Samples of each item."""
+    """Number of samples per item."""
     tune: Count = 0
-    """Candidates of each sampler to try on the tuning split first, the unchanged one included
-    (0: no tuning)."""
+    """Number of candidates per sampler to try on the tuning split first, the unchanged sampler
+    included (0: no tuning)."""
     tune_items: Count = 50
-    """Items of each task to tune on."""
+    """Number of items per task to tune on."""
     max_new_tokens: OptionalCount = None
-    """Limit of an answer (default: the task's own)."""
+    """Maximum number of tokens in an answer (default: the task's own)."""
 
 
 def run(arguments: Arguments) -> int:

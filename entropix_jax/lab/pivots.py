@@ -1,4 +1,4 @@
-"""`entropix-jax pivots`: which tokens of greedy answers decide them, and what predicts that.
+"""`entropix-jax pivots`: finds the tokens that decide greedy answers, and what predicts them.
 
 At each token of a greedy answer the second most likely token is forced, and the answer is finished
 greedily. A token is a pivot if the final answer then differs, and a mistake if the greedy answer is
@@ -50,15 +50,15 @@ _RESAMPLES = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Measures which tokens decide greedy answers, and whether their entropy, varentropy and
-    attention predict it.
+    """Finds the tokens that decide greedy answers, and measures whether entropy, varentropy and
+    attention predict them.
 
     Example:
         --task word-problems --model tiny --output build/pivots
     """
 
     task: Annotated[Texts, tyro.conf.arg(metavar="NAME ...", help_behavior_hint="")]
-    """Tasks whose answers can be compared, as those of `evaluate`."""
+    """Tasks of `evaluate` whose answers can be compared."""
     output: Annotated[str, tyro.conf.arg(metavar="DIR")]
     """Folder of the results. The same command resumes an interrupted run."""
     data: Folder = None
@@ -66,11 +66,11 @@ class Arguments:
     model: Model = None
     """smollm2, tiny, a folder, a GGUF file or a hub id (default: smollm2 if installed)."""
     items: Count = 100
-    """Items of each task; 0 for all."""
+    """Number of items per task; 0 for all."""
     slots: Count = 32
-    """Rows in parallel."""
+    """Number of rows that run in parallel."""
     tokens: Count = 64
-    """Limit of an answer."""
+    """Maximum number of tokens in an answer."""
 
 
 def run(arguments: Arguments) -> int:
