@@ -1,1 +1,1 @@
-"""The sampler: from logits and attention statistics to each row's next token. Knows no model."""
+"""The sampler: from logits and attention statistics to each row's next token. Needs no model."""

@@ -27,7 +27,7 @@ _PERCENTILE = re.compile(r"([+-]?\d+(?:\.\d*)?|[+-]?\.\d+)\s*%")
 
 
 def parse_percentile(value: Any) -> float | None:
-    """Returns the number of a percentile such as "30%", and None for any other value."""
+    """Parses a percentile such as "30%" to a float; None for any other value."""
     match = _PERCENTILE.fullmatch(value.strip()) if isinstance(value, str) else None
     return None if match is None else float(match[1])
 
@@ -50,7 +50,7 @@ class Calibration:
 
     @property
     def generic(self) -> bool:
-        """Whether the tables belong to no model."""
+        """Whether these are the generic tables."""
         return not self.model
 
     @classmethod
@@ -89,7 +89,7 @@ class Calibration:
         return re.sub(r",\s+(?=\d)", ", ", text) + "\n"
 
     def check_model(self, model: Mapping[str, int], where: str, renew: str) -> None:
-        """Refuses (UserError) tables that were measured on a model of another shape."""
+        """Raises UserError if the tables were measured on a model of another shape."""
         if self.model != dict(model):
             own, other = (", ".join(f"{k} {v}" for k, v in m.items()) for m in (self.model, model))
             measured = f"measured on a model with {own or 'unknown shape'}"
@@ -124,7 +124,7 @@ def read_calibration(path: Path, renew: str = "entropix-jax calibrate") -> Calib
 
 @cache
 def generic_calibration() -> Calibration:
-    """Returns the tables for models that have none of their own."""
+    """Returns the tables for models without their own."""
     return read_calibration(resource_folder("weights") / "generic" / "calibration.json")
 
 

@@ -1,7 +1,7 @@
 """The context of one row: the argument of arms, filters and controls.
 
-A step builds one `Context` for each row and adds to it stage by stage. `Arm`, `Filter` and
-`control.Control` are functions of it for one row; a step maps them over the rows of the batch.
+A step builds one `Context` per row and extends it stage by stage. `Arm`, `Filter` and
+`control.Control` are functions of one row's context. The step maps them over the batch.
 """
 
 from collections.abc import Callable
@@ -34,8 +34,8 @@ _LATER: Any = None
 
 @struct.dataclass
 class Context(RowView):
-    """One row in one step: its `RowView`, and these. With a leading axis on every field, each row
-    of a batch."""
+    """One row in one step: its `RowView` and the fields below. With a leading axis on every field,
+    a batch."""
 
     settings: SamplerSettings
     parts: Parts = struct.field(pytree_node=False)
@@ -68,18 +68,18 @@ class Context(RowView):
 
     @property
     def queued(self) -> jax.Array:
-        """How many forced tokens are still to come: int32."""
+        """Number of queued forced tokens: int32."""
         return self.tally.queued
 
     @property
     def attempt(self) -> jax.Array:
-        """How many tokens were retracted at the next position: int32."""
+        """Number of tokens retracted at the next position: int32."""
         attempts: jax.Array = entry_at(self.trail.entries.attempts, self.length)
         return jnp.where(self.trail.again, attempts, 0)
 
     @property
     def bans(self) -> jax.Array:
-        """Those tokens: int32 [MAX_ATTEMPTS], -1 where there is none."""
+        """Tokens retracted at the next position: int32 [MAX_ATTEMPTS], padded with -1."""
         bans: jax.Array = entry_at(self.trail.entries.bans, self.length)
         return jnp.where(self.trail.again, bans, -1)
 
@@ -117,8 +117,8 @@ def draw(
     min_p: float | jax.Array | None = None,
     num_candidates: int | jax.Array = 1,
 ) -> Proposal:
-    """Returns a proposal under the name of an action, with the base values for what is omitted. Of
-    several candidates the most likely one becomes the token."""
+    """Returns a proposal for an action. Omitted arguments have the base values. Of several
+    candidates the most likely one becomes the token."""
     base = ctx.settings.base
     return Proposal(
         action=jnp.int32(ctx.parts.action(action)),
@@ -156,9 +156,8 @@ def if_any(condition: jax.Array, work: Callable[[], Tree], otherwise: Tree) -> T
 def if_needed(needs: jax.Array, work: Callable[..., Tree], otherwise: Tree, *args: Any) -> Tree:
     """Returns `work(*args)` of one row where `needs`, a bool, holds, else `otherwise`.
 
-    For work that few rows need and that takes many passes over the vocabulary: a CPU does it only
-    for these rows, one after another, other devices for all rows at once. Traced values are passed
-    as `args`, not in closures.
+    For expensive work that few rows need. A CPU computes only these rows, one after another; other
+    devices compute all rows at once. Pass traced values as `args`, not in closures.
     """
 
     def alone(needs: jax.Array, otherwise: Tree, args: Any) -> Tree:

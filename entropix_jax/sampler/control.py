@@ -1,4 +1,4 @@
-"""Controls: what a row does in a step once its token is drawn.
+"""Controls: decide what a row does with its drawn token.
 
 A control returns a `Verdict` for one row. The functions below make them: `force`, `rewind`, `fork`,
 `wait` and `end`; `when` limits one to a condition. A row without a verdict commits its token.
@@ -41,8 +41,8 @@ def force(tokens: jax.Array) -> Verdict:
 
 
 def rewind(back: jax.Array) -> Verdict:
-    """Retracts the last `back` tokens, int32, at most `Context.reach`, and draws the position again
-    without the token that was there. 0 rejects the drawn token."""
+    """Retracts the last `back` tokens, int32, at most `Context.reach`, and draws again without the
+    token at that position. 0 rejects the drawn token."""
     return _verdict(REWIND, back=back)
 
 
@@ -63,8 +63,8 @@ def end() -> Verdict:
 
 
 def when(condition: jax.Array, verdict: Verdict, state: Any = None) -> Verdict:
-    """Returns the verdict where the condition, a bool, holds; elsewhere the row commits its token.
-    `state` is the mechanism's new state where it acts."""
+    """Returns the verdict if the condition, a bool, holds. Otherwise the row commits its token.
+    `state` is the mechanism's new state if it acts."""
     return replace(verdict, kind=jnp.where(condition, verdict.kind, COMMIT), state=state)
 
 
@@ -81,16 +81,16 @@ def reach(ctx: Context) -> jax.Array:
 
 
 def act(ctx: Context, token: jax.Array, asked: jax.Array) -> tuple[Context, Verdict, jax.Array]:
-    """Asks one row's controls until one does not commit the token, and carries out its verdict.
+    """Runs one row's controls until one acts, and carries out its verdict.
 
     Args:
         ctx: with the proposal, and with the token in its history.
         token: int32, the drawn token.
-        asked: bool, whether the row asks its controls at all.
+        asked: bool, whether the row runs its controls at all.
 
     Returns:
-        The context: forced tokens are queued in its history, and a row that goes back is as it was
-        there. The verdict. The index of the mechanism that acts, int32, -1 if none does.
+        The context, with forced tokens queued in its history, and restored if the row goes back.
+        The verdict. The index of the mechanism that acts, int32, -1 for none.
     """
     taken, actor = _verdict(COMMIT, jnp.full(MAX_WIDTH, -1)), jnp.int32(-1)
     if not ctx.parts.acts:

@@ -1,8 +1,7 @@
 """Random numbers by purpose, and the draw that all arms share.
 
 A random number is a function of the run's seed, the row's id, the position, the attempt at that
-position, the stream and the index in it, and of nothing else: not of the slot, the batch, the
-device or the other rows.
+position, the stream and the index in it. It does not depend on slot, batch, device or other rows.
 
 Filters decide which tokens may be drawn and how likely each is (`sampler.filters`). The draw is the
 inverse of the cumulative distribution, in the order of ids, so it needs neither a sort nor noise.
@@ -52,9 +51,9 @@ def uniforms(
 
 
 def numbers_of_candidates(ctx: Context) -> jax.Array:
-    """Returns the uniform numbers that one row's candidates are drawn with: float32 [MAX_DRAWS].
+    """Returns the uniform numbers for one row's candidates: float32 [MAX_DRAWS].
 
-    Branches share their row's key, so each takes the number at its own index.
+    Branches share their row's key, so each uses the number at its own index.
     """
     stream = jnp.where(ctx.proposal.num_candidates > 1, STREAM_CANDIDATE, STREAM_DRAW)
     stream = jnp.where(ctx.branch >= 0, STREAM_ROLLOUT, stream)
@@ -63,7 +62,7 @@ def numbers_of_candidates(ctx: Context) -> jax.Array:
 
 
 def draw_tokens(logits: jax.Array, uniforms: jax.Array) -> jax.Array:
-    """Returns one token of one row for each uniform number: int32 [n], each with the probability
+    """Draws one token of one row for each uniform number: int32 [n], with probabilities
     `softmax(logits)`.
 
     Args:

@@ -4,13 +4,13 @@ biases, bans -> `logits` filters -> noise floor -> temperature -> rule -> `rewei
 
 With `base.temperature_last` the division by the temperature comes last.
 
-A filter returns logits, with -inf for a token that it rules out. None brings a token back, and one
-that would leave no token changes nothing. A mechanism's filter is compiled if a row uses it, and
-computed in steps in which one does.
+A filter returns logits, with -inf for a token that it removes. No filter restores a removed token,
+and a filter that would remove all tokens is skipped. A mechanism's filter is compiled once a row
+uses it, and runs only in steps in which a row does.
 
-Prefixes, the first tokens of an order, are found without sorting the vocabulary. Usually the first
-`HEAD` tokens suffice. Otherwise bisection over the bits of the order's values finds where the
-prefix ends. A row's result depends only on the row.
+Prefixes (the first tokens of an order) are found without sorting the vocabulary. Usually the first
+`HEAD` tokens suffice. Otherwise bisection over the bits of the values finds the prefix's end. A
+row's result depends only on the row.
 """
 
 from collections.abc import Callable
@@ -82,9 +82,9 @@ def truncate(logits: jax.Array, ctx: Context) -> tuple[jax.Array, dict[str, jax.
 
 
 def nucleus(logits: jax.Array, ctx: Context) -> jax.Array:
-    """Keeps `p >= min_p * p_max`, of these the `top_k` first, and of these the shortest prefix
-    that reaches `top_p` of their mass. `logits` are 0 for the most likely token, which is always
-    kept. Rows that have another rule are left as they are."""
+    """Keeps `p >= min_p * p_max`, of these the `top_k` first, and of these the shortest prefix that
+    reaches `top_p` of their mass. `logits` are 0 for the most likely token, which is always kept.
+    Rows with another rule are unchanged."""
     proposal, vocab = ctx.proposal, logits.shape[0]
     acts = ctx.settings.rule == ctx.parts.action(NUCLEUS)
     has_k = acts & (proposal.top_k > 0) & (proposal.top_k < vocab)

@@ -48,20 +48,20 @@ def sections(mechanisms: Mechanisms = MECHANISMS) -> Mapping[str, type]:
 
 @cache
 def scalars(mechanisms: Mechanisms = MECHANISMS) -> Mapping[str, Mapping[str, Any]]:
-    """Every number and flag by its dotted key, with its `type` and its range, `low` to `high`."""
+    """Returns `type` and range, `low` to `high`, of each number and flag by dotted key."""
     return {key: meta for key, meta in _fields(mechanisms) if "low" in meta}
 
 
 @cache
 def defaults(mechanisms: Mechanisms = MECHANISMS) -> Mapping[str, Any]:
-    """The values of keys that a file may leave out."""
+    """Returns the default values of optional keys."""
     of_fields = {key: meta["default"] for key, meta in _fields(mechanisms)}
     given = {key: value for key, value in of_fields.items() if value is not None}
     return MappingProxyType({"draw.bias": [], "metrics.units": "bits", **given})
 
 
 def check_key(key: str, where: str, mechanisms: Mechanisms = MECHANISMS) -> None:
-    """Raises UserError for an unknown key. The message begins with `where`."""
+    """Raises UserError, prefixed with `where`, for an unknown key."""
     known = sorted(rules(mechanisms))
     if key in OLD_KEYS:
         raise UserError(f"{where}: '{key}' is no longer a sampler key: {OLD_KEYS[key]}")
@@ -151,7 +151,7 @@ def conditions(
 
 @cache
 def rules(mechanisms: Mechanisms) -> Mapping[str, Rule]:
-    """The rule of each key that a sampler may have."""
+    """Returns the rule of each key of a sampler."""
     found: dict[str, Rule] = {key: _rule_of(meta) for key, meta in _fields(mechanisms)}
     threshold = f'a number in [0, {LARGEST:g}], or a percentile from "0%" to "100%"'
     found |= dict.fromkeys(THRESHOLD_KEYS, (_is_threshold, threshold))

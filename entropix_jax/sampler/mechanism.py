@@ -1,9 +1,9 @@
-"""A mechanism: a part of a sampler, from its settings to what it does to the row.
+"""A mechanism: a part of a sampler, with its settings, state and effect on the row.
 
-It has up to three kinds of functions, of one row's `Context` each (`sampler.context`): an arm,
-which a regime may be served by, filters of the logits, and a control, which may act in place of the
-drawn token. Arms are branches of a `lax.switch`, and under `vmap` every branch runs for every row:
-an arm computes a few scalars only. `docs/adding-an-arm.md` walks through an example.
+It has up to three kinds of functions of one row's `Context` (`sampler.context`): an arm, which can
+serve a regime, filters of the logits, and a control, which may act instead of committing the drawn
+token. Arms are branches of a `lax.switch`. Under `vmap` every branch runs for every row, so an arm
+should compute only a few scalars. `docs/adding-an-arm.md` walks through an example.
 
 A mechanism that no row uses is not compiled (`Parts.used`). Filters run only in steps in which a
 row uses them.
@@ -68,8 +68,8 @@ class Mechanism:
         return f"<Mechanism {self.name}>"
 
     def guarded(self) -> "Mechanism":
-        """Returns the mechanism with each function of the user's as a `UserFunction`. Those of this
-        package stay as they are: an error in one is a defect."""
+        """Returns the mechanism with each user-supplied function wrapped in `UserFunction`. The
+        package's own functions are unchanged, because an error in one is a defect."""
         parts: dict[str, Any] = {}
         for field in fields(self):
             part, what = getattr(self, field.name), f"mechanism '{self.name}': `{field.name}`"
@@ -86,16 +86,16 @@ _RETURNS |= dict.fromkeys(("logits", "rule", "reweigh"), jax.Array)
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A user's function, as a part of a mechanism: an error in it is one line that says where.
-    Equal to another one of the same function."""
+    """A user's function in a mechanism. Errors in it are one line that names the place. Instances
+    of the same function are equal."""
 
     function: Callable[..., Any]
     what: str  # in errors
     returns: type = object
 
     def __call__(self, *arguments: Any) -> Any:
-        """Calls the function. UserError if that fails, or returns no `returns`; of a filter, if the
-        array's shape and type are not those of its logits."""
+        """Calls the function. Raises UserError if the call fails, if the result is not a `returns`,
+        or if a filter's result differs from its logits in shape or type."""
         try:
             made = self.function(*arguments)
         except UserError:

@@ -1,7 +1,7 @@
 """Metrics of one step: the uncertainty of the next-token distribution and of the attention.
 
-Entropies are in bits, varentropies in bits^2, log-probabilities in nats. All is float32, and each
-row is measured alone.
+Entropies are in bits, varentropies in bits^2, log-probabilities in nats. All are float32, and rows
+are independent.
 """
 
 import math
@@ -40,7 +40,7 @@ def noise_floor(epsilon: jax.Array, vocab_size: int) -> jax.Array:
 
 
 def apply_noise_floor(log_probs: jax.Array, epsilon: jax.Array) -> jax.Array:
-    """`log_probs[B, V]` (nats) with those under the noise floor at -inf and the rest renormalised.
+    """Sets `log_probs[B, V]` (nats) below the noise floor to -inf and renormalises the rest.
 
     `epsilon` is float32 [B]. A row is unchanged where it is 0, and where nothing is above the floor
     (as with bfloat16 and 128,256 tokens that are about equally likely).
@@ -53,8 +53,8 @@ def apply_noise_floor(log_probs: jax.Array, epsilon: jax.Array) -> jax.Array:
 
 
 def measure(log_probs: jax.Array, stats: AttnStats, layer_weights: jax.Array) -> Metrics:
-    """All metrics of each row, from `log_probs`, float32 [B, V] in nats, and the attention of its
-    last position.
+    """Computes all metrics of each row from `log_probs`, float32 [B, V] in nats, and the attention
+    of its last position.
 
     `layer_weights`, float32 [B, L], are traced: the weight of each layer in the means over layers.
     Ones are "all layers"; one-hot on the last is what the published code did.
@@ -79,7 +79,7 @@ def measure(log_probs: jax.Array, stats: AttnStats, layer_weights: jax.Array) ->
 
 def measure_confidence(log_probs: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Token confidence and self-certainty of each row's `log_probs[B, V]` (nats, no noise floor):
-    two float32 [B], nats. Both are higher the surer the model is.
+    two float32 [B], nats. Both are higher the more certain the model is.
 
     Token confidence is `-mean(ln p)` of the `number[B]` most likely tokens, or of all if there
     are fewer (Fu et al. 2025, "Deep Think with Confidence"). Self-certainty is `-mean(ln(V p))` of

@@ -1,6 +1,6 @@
 """Samplers as files: TOML, found by name under `configs/`.
 
-A file may extend another one, and then holds only what it changes.
+A file may extend another one, and then has only the changed values.
 """
 
 import hashlib
@@ -27,10 +27,10 @@ _ALIASES = {"quadrants": "entropix"}
 
 
 def load_sampler(name_or_path: str, mechanisms: Iterable[Mechanism] = ()) -> Sampler:
-    """The preset of a name under `configs/`, or the sampler of a TOML file. UserError if there is
-    none (the nearest name is given), or the file is not a sampler.
+    """Loads a preset of `configs/` by name, or the sampler of a TOML file. UserError for an unknown
+    name (with the nearest one), or if the file is not a sampler.
 
-    `mechanisms` are the user's own, beside those of the package; see `Sampler.with_mechanism`.
+    `mechanisms` are the user's own, added to the package's; see `Sampler.with_mechanism`.
     """
     sampler = Sampler(name=name_or_path, description="", file_values={})
     for mechanism in mechanisms:
@@ -48,8 +48,8 @@ def load_sampler(name_or_path: str, mechanisms: Iterable[Mechanism] = ()) -> Sam
 
 
 def import_mechanisms(module: str) -> tuple[Mechanism, ...]:
-    """The `MECHANISMS` of an importable module, whose code runs. UserError if there is none, it
-    fails, or has no such list."""
+    """Imports a module, which runs its code, and returns its `MECHANISMS`. UserError if the module
+    is missing, fails, or has no such list."""
     try:
         found = getattr(importlib.import_module(module), "MECHANISMS", None)
     except Exception as error:
@@ -64,18 +64,18 @@ def import_mechanisms(module: str) -> tuple[Mechanism, ...]:
 
 
 def is_preset(name: str) -> bool:
-    """Whether a preset has that name, now or in the release before."""
+    """Whether a preset has that name, in this or the previous release."""
     return name in _ALIASES or name in preset_names()
 
 
 def preset_names() -> list[str]:
-    """The presets that come with the package."""
+    """Returns the names of the package's presets."""
     return sorted(path.stem for path in resource_folder("configs").glob("*.toml"))
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """A command line's `sampler.key=value` as key and value; the value is TOML, or else plain text.
-    UserError if it is not of that form."""
+    """Parses `sampler.key=value` of a command line into key and value; the value is TOML, or else
+    plain text. UserError for another form."""
     key, equals, value = text.partition("=")
     if not equals or not key.startswith("sampler."):
         raise UserError(f"--set {text}: expected sampler.KEY=VALUE")
@@ -87,8 +87,8 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def code_identity(mechanisms: Sequence[Mechanism]) -> dict[str, str]:
-    """What tells a run that is continued whether the user's own mechanisms are still the same: a
-    hash of their source files, if there are any."""
+    """Returns a hash of the source files of the user's own mechanisms, if any, so that a resumed
+    run can check that they are unchanged."""
     own = mechanisms[len(MECHANISMS) :]
     parts = [getattr(part, "function", part) for m in own for part in vars(m).values()]
     modules = {getattr(part, "__module__", None) for part in parts}
@@ -100,13 +100,13 @@ def code_identity(mechanisms: Sequence[Mechanism]) -> dict[str, str]:
 def choose_sampler(
     name_or_path: str, settings: Iterable[str], mechanisms: Iterable[Mechanism] = ()
 ) -> Sampler:
-    """A preset or a file, with a command line's settings, each as `parse_setting` takes it."""
+    """Loads a preset or a file, with settings as `parse_setting` takes them."""
     return load_sampler(name_or_path, mechanisms).with_values(dict(map(parse_setting, settings)))
 
 
 def lineage(name_or_path: str) -> dict[Path, dict[str, Any]]:
-    """A sampler's file and those it extends, nearest first, each with the values it holds itself by
-    their dotted keys."""
+    """Returns a sampler's file and those it extends, nearest first, each with its own values by
+    dotted key."""
     files: dict[Path, dict[str, Any]] = {}
     name: Any = name_or_path
     while name is not None:

@@ -23,7 +23,7 @@ def classify(
 
     Args:
         sequence_varentropy: of the row's tokens (bits^2), including the next one's entropy.
-        thresholds: float32 [4], see `thresholds_of`; None: as configured.
+        thresholds: float32 [4], see `thresholds_of`; None: the configured ones.
     """
     if thresholds is None:
         thresholds = thresholds_of(settings)
@@ -67,17 +67,16 @@ def update_drift(metrics: Metrics, settings: SamplerSettings, drift: jax.Array) 
 def count_rounds(
     history: jax.Array, length: jax.Array, generated: jax.Array, settings: LoopSettings
 ) -> jax.Array:
-    """How often one row has repeated itself (document 004's "doom loop"), int32: 0 where it does
-    not loop, 1 once it ends in `repeats` copies of a stretch, 2 after one copy more, and so on.
+    """Counts how often one row has repeated itself (document 004's "doom loop"), int32: 0 without a
+    loop, 1 once it ends in `repeats` copies of a stretch, 2 after one more copy, and so on.
 
-    The copies need not be exact: a row that was drawn out of a loop soon falls back into it, and a
-    list may count on. So `similarity` is the least share of tokens that equal the one a period
-    before.
+    Copies need not be exact: a row that left a loop often returns to it, and a list may count up.
+    `similarity` is the minimum share of tokens equal to the token one period before.
 
     Args:
         history: int32 [S], the row's tokens, prompt included.
-        length: int32, how many of them there are.
-        generated: int32, how many of those were generated; a prompt never counts as a loop.
+        length: int32, the number of tokens.
+        generated: int32, the number of generated tokens; a prompt never counts as a loop.
         settings: stretches of q <= `max_period` tokens count.
     """
     periods = jnp.arange(1, MAX_PERIOD + 1, dtype=jnp.int32)
@@ -94,6 +93,6 @@ def count_rounds(
 
 
 def heated(temperature: jax.Array, rounds: jax.Array, settings: LoopSettings) -> jax.Array:
-    """Returns the temperature of one row's arm, which each further round of a loop raises."""
+    """Returns the temperature of one row's arm, raised by each further round of a loop."""
     heat = 1.0 + settings.heating * (rounds - 1).astype(jnp.float32)
     return jnp.where(rounds > 0, jnp.minimum(temperature * heat, settings.hottest), temperature)

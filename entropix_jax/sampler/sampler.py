@@ -1,4 +1,4 @@
-"""A sampler on the host: a description that people write, and how it becomes traced arrays."""
+"""A sampler on the host: its description as dotted keys, and its conversion to traced arrays."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -44,8 +44,8 @@ from entropix_jax.sampler.settings import (
 class Sampler:
     """A sampler as dotted keys with plain values. Immutable.
 
-    Changes of the user override the file's values. Percentiles stay as written until `resolve`
-    turns them into numbers. `notes` are lines for the user.
+    The user's changes override the file's values. `resolve` turns percentiles into numbers. `notes`
+    are lines for the user.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Sampler:
         return MappingProxyType({k: v for k, v in held.items() if "%" in str(v)})
 
     def with_values(self, changes: Mapping[str, Any]) -> "Sampler":
-        """Returns this sampler with other settings.
+        """Returns a sampler with changed settings.
 
         Raises:
             UserError: a key is unknown, a value has the wrong type or is out of range, or nothing
@@ -104,16 +104,16 @@ class Sampler:
         return self.with_mechanism(Mechanism(name, logits=own))
 
     def with_truncation(self, name: str, rule: Filter) -> "Sampler":
-        """Returns this sampler with a truncation rule of one's own in place of its own: a function
-        of one row's logits, divided by the temperature, and `Context` that returns logits, -inf for
-        a token that is not to be drawn, in JAX. UserError if the name is taken."""
+        """Returns a sampler with another truncation rule: a function of one row's logits, divided
+        by the temperature, and `Context` that returns logits, -inf for removed tokens, in JAX.
+        UserError if the name is taken."""
         changed = self.with_mechanism(Mechanism(name, rule=rule))
         return changed.with_values({"truncation.rule": name})
 
     def with_mechanism(self, mechanism: Mechanism) -> "Sampler":
-        """This sampler with one more mechanism, see `sampler.mechanism`. `arms.<regime>` may then
-        name it, or `truncation.rule`; its settings have keys of their own, each at its default.
-        UserError if the name is taken, or a setting has no default or one that does not fit it."""
+        """Returns this sampler with one more mechanism, see `sampler.mechanism`. `arms.<regime>` or
+        `truncation.rule` may then name it. Its settings get their own keys, at their defaults.
+        UserError if the name is taken, or a setting has no valid default."""
         where, name = f"sampler '{self.name}'", mechanism.name
         if name in (m.name for m in self.mechanisms):
             raise UserError(f"{where}: there is a mechanism '{name}' already")
@@ -127,8 +127,8 @@ class Sampler:
 
     @property
     def follows_tables(self) -> bool:
-        """Whether a percentile can change the text. It cannot where one arm serves every regime
-        and draws alike in all of them, as in the baselines."""
+        """Whether a percentile can change the text. It cannot if one arm serves every regime and
+        draws the same way in all of them, as in the baselines."""
         arms = {self.written[f"arms.{regime}"] for regime in REGIMES}
         all_arms = [m for m in self.mechanisms if m.name in {*arms, self.written["arms.loop"]}]
         if len(arms) == 1 and not any(m.control or m.name == "adaptive" for m in all_arms):
@@ -219,7 +219,7 @@ class Sampler:
         return SamplerSettings(**shared, own=own)
 
     def parts(self, settings: SamplerSettings) -> Parts:
-        """Returns what a compiled step of the sampler is made of, from its own `settings`."""
+        """Returns the parts of the sampler's compiled step, from its own `settings`."""
         used = {self.values["truncation.rule"]} - {NUCLEUS}
         used |= {self.values[f"arms.{served}"] for served in SERVED}
         for m in self.mechanisms:

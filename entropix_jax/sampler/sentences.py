@@ -1,9 +1,9 @@
-"""Where a sentence ends, on token ids: flags of each token, made on the host, and a look back.
+"""Detects the end of a sentence on token ids: flags per token, made on the host, and a look back.
 
 A sentence has ended where the row's text ends with a word of at least two letters and a mark such
 as ".", perhaps in quotes or brackets, or with a word and a line break, and where the next token
-begins a new word. So "a.com", "3.14", "e.g." and "Dr." end no sentence, and nothing within a code
-block does.
+begins a new word. So "a.com", "3.14", "e.g." and "Dr." end no sentence. Inside a code block no
+sentence ends.
 """
 
 import re

@@ -1,8 +1,8 @@
 """A sampler's settings as traced arrays: changing any of them compiles nothing.
 
-The leaves are float32, int32 or bool. Those of one row are scalars and small arrays; in a step each
-has a leading row axis, so the rows of a batch may be sampled in different ways. A field's range is
-stated here once, for sampler files and the command line alike.
+The leaves are float32, int32 or bool, scalars and small arrays for one row. In a step each has a
+leading row axis, so rows of a batch can be sampled differently. A field's range is stated only
+here, for sampler files and the command line.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,8 +30,8 @@ TokenTexts = Callable[[], Sequence[str]]
 
 
 def number(low: float, high: float, *, integer: bool = False, default: float | None = None) -> Any:
-    """A scalar setting and its range, both ends included. `default` is its value where no sampler
-    file has it, as for a mechanism of the user's, or an older file."""
+    """A scalar setting and its range, both ends included. `default` is its value if no sampler file
+    has it, as for a user's own mechanism or an older file."""
     kind = int if integer else float
     return field(metadata={"low": low, "high": high, "type": kind, "default": default})
 
@@ -73,8 +73,8 @@ BIAS = (-100.0, 100.0)  # of a logit, as in the API
 
 @struct.dataclass
 class BaseSettings:
-    """Where every arm starts from. 0 switches `top_k` and `min_p` off, 1 switches `top_p` off.
-    Where the temperature is last, truncation sees the distribution at temperature 1."""
+    """Base values of all arms. 0 disables `top_k` and `min_p`, 1 disables `top_p`. With
+    `temperature_last` truncation uses the distribution at temperature 1."""
 
     temperature: jax.Array = number(*TEMPERATURE)
     top_k: jax.Array = number(*COUNT, integer=True)
@@ -97,10 +97,10 @@ class ThresholdSettings:
 
 @struct.dataclass
 class LoopSettings:
-    """The loop guard: a row whose generated tokens end in `repeats` copies of a stretch of at most
-    `max_period` tokens is served by an arm of its own, at a temperature that rises with each
-    further copy, by `heating` times the arm's, at most to `hottest`. Copies have `similarity` of
-    their tokens in common. `max_period` 0 switches it off, and so does a `repeats` of 1."""
+    """The loop guard: if a row's generated tokens end in `repeats` copies of a stretch of at most
+    `max_period` tokens, `arms.loop` serves it. Each further copy raises the temperature by
+    `heating` times the arm's, up to `hottest`. Copies share `similarity` of their tokens.
+    `max_period` 0 or `repeats` 1 disables it."""
 
     max_period: jax.Array = number(0, MAX_PERIOD, integer=True)
     repeats: jax.Array = number(0, LOOP_WINDOW, integer=True)
@@ -131,7 +131,7 @@ class ConditionSettings:
 
 @struct.dataclass
 class SamplerSettings:
-    """A whole sampler, for one row; with a leading axis on every leaf, for each row of a batch."""
+    """All settings of a sampler, for one row; with a leading axis on every leaf, for a batch."""
 
     conditions: ConditionSettings
     arms: jax.Array  # int32 [6], index into `mechanisms`, the arms of the regimes and of a loop
@@ -170,7 +170,7 @@ class Parts:
 
     @property
     def acts(self) -> bool:
-        """Whether a row may do anything but commit its token: there is a control."""
+        """Whether a row may act instead of committing its token: a control is compiled."""
         return any(True for _ in self.having("control"))
 
     def having(self, part: str) -> Iterator[tuple[int, Any]]:

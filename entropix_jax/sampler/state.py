@@ -126,7 +126,7 @@ class RowView:
 
 @struct.dataclass
 class DrawnToken:
-    """What one row's token was drawn from."""
+    """The inputs of one row's draw."""
 
     logits: jax.Array  # float32 [V], with penalties and bans, before truncation
     token: jax.Array  # int32
@@ -136,7 +136,7 @@ class DrawnToken:
 
 @struct.dataclass
 class Choice:
-    """Each row's token and how it came about; every field [B]."""
+    """Each row's token and how it was chosen; every field [B]."""
 
     token: jax.Array  # int32
     logprob: jax.Array  # float32, nats, under the unmodified logits
@@ -198,8 +198,8 @@ def with_token(
 def repeated(
     history: jax.Array, length: jax.Array, distances: jax.Array, longest: int
 ) -> jax.Array:
-    """How many of the last tokens are each the same as the one `distances` before it, from the last
-    one back, without a gap: int32 [D], at most `longest`. For the arguments see `same_as_before`.
+    """Counts the last tokens, from the last one back without a gap, that equal the one `distances`
+    before them: int32 [D], at most `longest`. For the arguments see `same_as_before`.
     """
     same = same_as_before(history, length, distances, longest)
     back = jnp.arange(longest, dtype=jnp.int32)[None, :]
@@ -209,14 +209,14 @@ def repeated(
 def same_as_before(
     history: jax.Array, length: jax.Array, distances: jax.Array, number: int
 ) -> jax.Array:
-    """Whether each of the last `number` tokens, from the last one back, is the same as the one
+    """Returns whether each of the last `number` tokens, from the last one back, equals the one
     `distances` before it: bool [D, number].
 
     Args:
         history: int32 [S], the row's tokens, then anything.
         length: int32, how many there are.
-        distances: int32 [D], at least 1. For the tokens before the row's first one nothing is
-            promised: at most `length - distances` are the row's.
+        distances: int32 [D], at least 1. Results beyond the first `length - distances` compare with
+            positions before the row's first token and are undefined.
     """
     back = jnp.arange(number, dtype=jnp.int32)
     latest_first = jnp.take(history, length - 1 - back, mode="clip")
@@ -225,8 +225,8 @@ def same_as_before(
 
 
 def ends_in(history: jax.Array, length: jax.Array, texts: jax.Array) -> jax.Array:
-    """Whether the first `length` tokens of `history[S]` end in each text, int32 [n, T], padded with
-    -1: bool [n], False for a text without tokens."""
+    """Returns whether the first `length` tokens of `history[S]` end in each text, int32 [n, T],
+    padded with -1: bool [n], False for an empty text."""
     lengths = jnp.sum(texts >= 0, axis=-1, dtype=jnp.int32)
     offsets = jnp.arange(texts.shape[1], dtype=jnp.int32)[None, :]
     tokens = jnp.take(history, length - lengths[:, None] + offsets, mode="clip")

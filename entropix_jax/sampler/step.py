@@ -3,8 +3,8 @@
 measure -> classify -> propose -> filter -> draw -> control -> update state
 
 `metrics.py` measures the distribution, `regimes.py` classifies the row, an arm of `mechanisms/`
-proposes how its token is drawn, `filters.py` rules tokens out, `draw.py` draws, and the controls of
-`control.py` may act in place of the drawn token. A row that forks commits its best branch some
+proposes how its token is drawn, `filters.py` removes tokens, `draw.py` draws, and the controls of
+`control.py` may act instead of committing the token. A row that forks commits its best branch some
 steps later (`engine.fork.join_forks`). Everything after the measures is written for one row and
 mapped over the rows of the batch once. Each stage adds to the row's `Context`.
 """
@@ -58,7 +58,7 @@ def choose(
         parts: static.
 
     Returns:
-        The choices, the step's other decisions, and the next state. The token is meaningless if the
+        The choices, the step's other decisions, and the next state. The token is undefined if the
         row goes back, forks or waits, or if the choice is not `finite`.
     """
     batch, _ = logits.shape
@@ -132,7 +132,7 @@ def _choose(ctx: Context) -> tuple[Choice, Step, SamplerState]:
 
 
 def _classify(ctx: Context) -> Context:
-    """Adds the row's regime, other measures of its text, and the actions that it may take."""
+    """Adds the row's regime, other measures of its text, and its permitted actions."""
     settings, tally, seen = ctx.settings, ctx.tally, ctx.observation
     thresholds = thresholds_of(settings, tally.drift)
     entropies, varentropy = spread(tally.entropies, seen.metrics.entropy, ctx.generated + 1)
@@ -199,8 +199,7 @@ def _draw(ctx: Context) -> jax.Array:
 
 
 def _score(ctx: Context) -> jax.Array:
-    """Returns the log-probabilities that branches are judged by: the model's, or those that tokens
-    are drawn with."""
+    """Returns the log-probabilities for branch scores: the model's, or those of the draw."""
     if not ctx.parts.acts:
         return ctx.log_probs
     processed = ctx.settings.own["branch"].processed

@@ -1,8 +1,8 @@
 """The mechanisms that come with the package.
 
-Everything else follows from the list: the arms that `arms.<regime>` may name, the rules of
-`truncation.rule`, the sections of a sampler's file, the actions of a trace, and each row's state.
-The order is that of the actions in a result's counts, and that in which filters are applied.
+The list determines the arms of `arms.<regime>`, the rules of `truncation.rule`, the sections of a
+sampler file, the actions of a trace, and each row's state. Its order is the order of the action
+counts in results, and the order in which filters run.
 """
 
 from entropix_jax.sampler.mechanisms.backspace import BACKSPACE

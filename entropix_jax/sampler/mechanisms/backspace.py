@@ -1,11 +1,10 @@
 """`backspace`: goes back to the most recent position whose token was in doubt, bans that token
 there, and draws the position again (document 004).
 
-What triggers the arm is a wide distribution after the last token, which in text follows any sure
-function word; a token that the model was sure of is therefore never banned. All from the position
-on is retracted. The next step reads the distribution there again and draws from it as the token was
-drawn, as one candidate. Bans, attempts and budgets persist; the row's other state is what it was
-before the position.
+The arm is triggered by a wide distribution after the last token. In text such a distribution
+follows most function words, so a token of which the model was certain is never banned. All tokens
+from the position on are retracted. The next step draws one candidate there with the old parameters.
+Bans, attempts and budgets persist. The row's other state is restored as of the position.
 """
 
 import jax
@@ -38,10 +37,10 @@ class BackspaceState:
 
 
 def in_doubt(ctx: Context) -> jax.Array:
-    """Which of the last positions the row may go back to, the last one first: bool [R].
+    """Returns the positions that the row may go back to, the last one first: bool [R].
 
-    Those within reach, if this and all later tokens were drawn, this one with a probability below
-    the bound, and if neither the budgets nor the tokens there are used up.
+    A position qualifies if it is within reach, all tokens from it on were drawn, its token had a
+    probability below the bound, and budgets and other tokens remain.
     """
     own: BackspaceSettings = ctx.settings.own["backspace"]
     row: BackspaceState = ctx.states["backspace"]
@@ -60,7 +59,7 @@ def in_doubt(ctx: Context) -> jax.Array:
 
 
 def propose(ctx: Context) -> Proposal:
-    """Backspaces, or what `adaptive` does."""
+    """Proposes backspace, or `adaptive` if no position qualifies."""
     return where(ctx.may["backspace"], draw("backspace", ctx), adaptive(ctx))
 
 
@@ -73,8 +72,8 @@ def control(ctx: Context, token: jax.Array) -> Verdict:
 
 
 def holds(ctx: Context) -> jax.Array:
-    """Returns how far the row may go back if an arm of it can: this one, or a user's own, which may
-    propose any action. int32."""
+    """Returns how far the row may go back if it has an arm that can: this one, or a user's own arm,
+    which may propose any action. int32."""
     arms = [
         index
         for index, mechanism in enumerate(ctx.parts.mechanisms)

@@ -3,15 +3,15 @@
 
 The row is forked: each candidate continues as a row of its own, in the same steps as all others
 (`engine.fork`). A branch is a candidate and what follows it, greedily unless a rollout temperature
-is set. It ends with an end token, at the maximum depth, with the row's budget, or where `until`
-says: at a token, or where the distribution after its last token is neither LEHV nor HEHV. The best
-takes the row's place:
+is set. It ends with an end token, at the maximum depth, with the row's budget, or as `until` says:
+at a token, or when the distribution after its last token is neither LEHV nor HEHV. The best one
+replaces the row:
 
     score = mean(log p) - entropy_weight * mean(h) - varentropy_weight * mean(u)
 
 over its tokens: p of each under the unmodified logits, or (`processed`) after temperature and
-truncation (nats), h (bits) and u (bits^2) of the distribution after it. Of branches with equal
-scores that of the more likely candidate wins.
+truncation (nats), h (bits) and u (bits^2) of the distribution after it. Of equal scores the branch
+with the more likely candidate wins.
 
 With other rules it is CNTP (arXiv 2507.03038; `sampled`, width by entropy, until punctuation) or
 AdaDec (arXiv 2506.08980; a fixed depth, the first token committed).
@@ -75,7 +75,7 @@ def _branch_ends(
 
 @struct.dataclass
 class BranchSettings:
-    """Which candidates there are, how far they are followed, and what they are judged by."""
+    """Choice of the candidates, depth of the branches, and their score."""
 
     width: jax.Array = number(1, MAX_WIDTH, integer=True)  # most candidates
     # Entropies in bits, of what tokens are drawn from, between which the width grows from 1; equal:
@@ -110,7 +110,7 @@ class BranchState:
 
 
 def may_branch(ctx: Context) -> jax.Array:
-    """Whether neither budget of the row is spent: its forks, and what they cost so far."""
+    """Returns whether the row has budget left, both for forks and for their forward passes."""
     own: BranchSettings = ctx.settings.own["branch"]
     row: BranchState = ctx.states["branch"]
     affordable = own.max_share * ctx.generated.astype(jnp.float32)
@@ -118,8 +118,8 @@ def may_branch(ctx: Context) -> jax.Array:
 
 
 def propose(ctx: Context) -> Proposal:
-    """Branches, or what `explore` does. The proposal is what the trace shows, and what `sampled`
-    candidates are drawn by and `processed` scores are of. `find_candidates` reads the settings."""
+    """Proposes a fork, or `explore` without budget. The trace shows the proposal, and `sampled`
+    candidates and `processed` scores use it. `find_candidates` reads the settings."""
     own: BranchSettings = ctx.settings.own["branch"]
     branches = draw(
         "branch",
@@ -146,7 +146,7 @@ def control(ctx: Context, token: jax.Array) -> Verdict:
 
 
 def _width(ctx: Context) -> jax.Array:
-    """The number of branches that the entropy of what the row draws from allows: int32."""
+    """Returns the number of branches for the entropy of the row's draw: int32."""
     own: BranchSettings = ctx.settings.own["branch"]
     log_probs = jax.nn.log_softmax(ctx.left)
     entropy = -sum_last(jnp.where(log_probs > -jnp.inf, jnp.exp(log_probs) * log_probs, 0.0))
@@ -156,7 +156,7 @@ def _width(ctx: Context) -> jax.Array:
 
 
 def draw_candidates(ctx: Context) -> jax.Array:
-    """`width` tokens drawn as the row draws, each with a random number of its own: int32 [W]."""
+    """Draws `width` tokens as the row does, each with its own random number: int32 [W]."""
     stream = jnp.int32(STREAM_CANDIDATE)
     return draw_tokens(ctx.left, uniforms(ctx.key, ctx.length, ctx.attempt, stream, MAX_WIDTH))
 
@@ -164,8 +164,8 @@ def draw_candidates(ctx: Context) -> jax.Array:
 def find_candidates(ctx: Context) -> jax.Array:
     """The first tokens of the branches, most likely first: int32 [W], padded with -1.
 
-    Of the distribution warmed by temperature and Gumbel noise (scaled, on its logits): those that
-    min-p admits, of these the shortest prefix that reaches top-p, at most `width`.
+    From the distribution with temperature and scaled Gumbel noise on its logits: tokens that pass
+    min-p, of these the shortest prefix that reaches top-p, at most `width`.
     """
     own: BranchSettings = ctx.settings.own["branch"]
 

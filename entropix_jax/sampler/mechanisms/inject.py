@@ -2,8 +2,8 @@
 
 A thought is written where a sentence has ended (`after`, see `sampler.sentences`), in place of a
 drawn token that begins a new word. Its first token is committed by the step that injects, the rest
-follow as forced tokens. The cooldown begins after the last one. Wherever no thought may be written,
-the arm draws, warmer than the base:
+follow as forced tokens. The cooldown begins after the last one. If no thought may be written, the
+arm draws at a higher temperature than the base:
 
     T = min(temperature_max, T0 * (temperature_scale + temperature_attn_entropy * Ea))
 """
@@ -68,11 +68,10 @@ class InjectState:
 
 
 def may_inject(ctx: Context) -> jax.Array:
-    """Whether a thought may come next.
+    """Returns whether a thought may come next.
 
-    One is configured or asked for, fits, holds no banned token, a sentence has ended, and the row
-    neither cools down nor ends in a thought (documents 000 and 001 ask no question right after
-    one).
+    Requires a configured or requested thought that fits and has no banned token, the end of a
+    sentence, and no cooldown. A row that ends in a thought gets no other (documents 000 and 001).
     """
     own: InjectSettings = ctx.settings.own["inject"]
     row: InjectState = ctx.states["inject"]
@@ -90,7 +89,7 @@ def may_inject(ctx: Context) -> jax.Array:
 
 
 def propose(ctx: Context) -> Proposal:
-    """A thought, or the warmer draw."""
+    """Proposes a thought, or the draw at a higher temperature."""
     own: InjectSettings = ctx.settings.own["inject"]
     scale = own.temperature_scale + own.temperature_attn_entropy * ctx.metrics.attn_entropy
     temperature = jnp.minimum(own.temperature_max, ctx.settings.base.temperature * scale)
@@ -102,8 +101,8 @@ def propose(ctx: Context) -> Proposal:
 
 
 def control(ctx: Context, token: jax.Array) -> Verdict:
-    """Forces the thought whose turn it is, where the drawn token lets it be written: an end token
-    does not. A row that asks for the text waits for it instead."""
+    """Forces the next thought, unless the drawn token is an end token. A row with a `retrieve`
+    function waits for its text instead."""
     own: InjectSettings = ctx.settings.own["inject"]
     row: InjectState = ctx.states["inject"]
     begins = begins_word(own.after, ctx.history, ctx.length, token)
@@ -137,7 +136,7 @@ def _turn(own: InjectSettings, begun: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def holds_banned(settings: SamplerSettings, text: jax.Array) -> jax.Array:
-    """Returns whether a text, int32 [n] padded with -1, holds a token that no text may hold."""
+    """Returns whether a text, int32 [n] padded with -1, has a banned token."""
     return jnp.any((text[:, None] == settings.unwritable[None, :]) & (text >= 0)[:, None])
 
 

@@ -1,10 +1,9 @@
-"""`phrases`: takes a banned phrase back before its last token is written, and draws its first token
-again without that one (Paech et al. 2025, "Antislop").
+"""`phrases`: retracts a banned phrase before its last token is committed, and draws another first
+token (Paech et al. 2025, "Antislop").
 
-A phrase is the tokens of its text: other spellings are phrases of their own. Where the row may not
-go back so far, because the tokens are forced or the phrase is longer than `MAX_REACH`, it goes back
-as far as it may, even if only to draw the last token again. Tokens that could begin a phrase
-are held until they cannot.
+A phrase is a sequence of tokens, so another spelling is another phrase. If the row may not go back
+to its start (forced tokens, or a phrase longer than `MAX_REACH`), it goes back as far as it may,
+even if it only draws the last token again. Tokens that may begin a phrase are held back.
 """
 
 import jax
@@ -29,7 +28,7 @@ class PhrasesState:
 
 
 def holds(ctx: Context) -> jax.Array:
-    """How many of the row's last tokens begin a phrase and may be taken back: int32."""
+    """Returns how many of the row's last tokens begin a phrase and may be retracted: int32."""
     own = ctx.settings.own["phrases"]
     places, numbers = jnp.arange(MAX_PHRASE)[None, :], jnp.arange(1, MAX_PHRASE, dtype=jnp.int32)
     lengths = jnp.sum(own.banned >= 0, axis=-1)

@@ -65,7 +65,7 @@ def scaled_top_k(
     least: jax.Array,
     most: int | jax.Array = COUNT[1],
 ) -> jax.Array:
-    """Returns the base top-k times a factor, made a whole number and clipped; 0 where it is off."""
+    """Returns the base top-k times a factor, as an integer and clipped; 0 if top-k is off."""
     base = ctx.settings.base.top_k
     scaled = jnp.clip(to_whole(base.astype(jnp.float32) * factor), 0.0, 2.0**30)
     return jnp.where(base == 0, 0, jnp.clip(scaled.astype(jnp.int32), least, most))
@@ -77,7 +77,7 @@ def argmax(ctx: Context) -> Proposal:
 
 
 def sample(ctx: Context) -> Proposal:
-    """One draw at the base values: what every sampler without entropy does."""
+    """One draw at the base values."""
     return draw(context.SAMPLE, ctx)
 
 
@@ -138,7 +138,7 @@ def dynatemp(ctx: Context) -> Proposal:
 
 
 def forking(ctx: Context) -> Proposal:
-    """One draw at a temperature of its own where the text may fork (Wang et al. 2025, "Beyond the
+    """One draw, at a separate temperature if the entropy is high (Wang et al. 2025, "Beyond the
     80/20 Rule: High-Entropy Minority Tokens Drive Effective Reinforcement Learning")."""
     own = ctx.settings.own["forking"]
     forks = ctx.metrics.entropy > own.threshold

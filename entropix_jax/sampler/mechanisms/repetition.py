@@ -1,4 +1,4 @@
-"""Filters against tokens that the row already holds.
+"""Filters against tokens that the row already has.
 
 `repetition`: penalties (Keskar et al. 2019, "CTRL"; `frequency_penalty` and `presence_penalty` of
 OpenAI's API). `no_repeat_ngram`: a ban of whole stretches (Paulus et al. 2017, "A Deep Reinforced
@@ -44,7 +44,7 @@ def penalise(logits: jax.Array, ctx: Context) -> jax.Array:
 
 
 def ban_repeated(logits: jax.Array, ctx: Context) -> jax.Array:
-    """Bans each token with which `size` tokens in a row, prompt included, would occur twice."""
+    """Bans each token that would complete a repeated n-gram of `size` tokens, prompt included."""
     size, vocab = ctx.settings.own["no_repeat_ngram"].size, logits.shape[0]
     distances = jnp.arange(1, ctx.history.shape[0] + 1, dtype=jnp.int32)
     same = repeated(ctx.history, ctx.length, distances, MAX_MATCH - 1) >= size - 1
@@ -54,11 +54,11 @@ def ban_repeated(logits: jax.Array, ctx: Context) -> jax.Array:
 
 
 def penalise_repetition(logits: jax.Array, ctx: Context) -> jax.Array:
-    """Penalises, at every place where tokens stand that the row ends in, the token after them:
-    after n tokens by `multiplier * base^(n - allowed_length)`, from n = `allowed_length` on.
+    """Penalises each token that has already followed the row's last n tokens, by `multiplier *
+    base^(n - allowed_length)`, for n >= `allowed_length`.
 
-    The longest such place counts, up to `MAX_MATCH` tokens. Its tokens lie within the last `window`
-    and after the row's last breaker. A token that is a breaker by itself is never penalised.
+    The largest n counts, up to `MAX_MATCH`. Matches lie within the last `window` tokens and after
+    the row's last breaker. A single-token breaker is never penalised.
     """
     own = ctx.settings.own["dry"]
     distances = jnp.arange(1, ctx.history.shape[0], dtype=jnp.int32)

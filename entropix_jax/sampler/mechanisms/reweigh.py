@@ -1,4 +1,4 @@
-"""Filters of what truncation has left: `xtc` and `adaptive_p`."""
+"""Filters of the tokens that truncation kept: `xtc` and `adaptive_p`."""
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,9 @@ _PEAK, _SHARPNESS, _WIDTH = 5.0, 10.0, 0.3
 
 
 def exclude(logits: jax.Array, ctx: Context) -> jax.Array:
-    """Now and then leaves out all likely tokens but the least likely one of them (Weidmann 2024,
-    "Exclude Top Choices"): in steps in which a random number of the row is below `probability`,
-    those of a probability of at least `threshold`. Of equals the one with the highest id stays."""
+    """With probability `probability` per step, removes all tokens with a probability of at least
+    `threshold` except the least likely of them (Weidmann 2024, "Exclude Top Choices"). Of equally
+    likely tokens the one with the highest id stays."""
     own = ctx.settings.own["xtc"]
     numbers = uniforms(ctx.key, ctx.length, ctx.attempt, jnp.int32(STREAM_XTC), MAX_WIDTH + 1)
     acts = numbers[ctx.branch + 1] < own.probability
@@ -27,13 +27,13 @@ def exclude(logits: jax.Array, ctx: Context) -> jax.Array:
 
 
 def aim(logits: jax.Array, ctx: Context) -> jax.Array:
-    """Prefers tokens of a certain probability (MrJackSpade 2026, "Adaptive-P", as in llama.cpp).
+    """Prefers tokens with a given probability (MrJackSpade 2026, "Adaptive-P", as in llama.cpp).
     The logits become
 
         5 - 10 d^2 / (1 + d)    with d = |p - aim| / 0.3, aim = target - e, from 0 to 1
 
-    The state is e, float32, at first 0: a running mean of how far the drawn tokens were above the
-    target.
+    The state e, float32, starts at 0. It is a running mean of the drawn tokens' probability above
+    the target.
     """
     wanted = jnp.clip(ctx.settings.own["adaptive_p"].target - ctx.states["adaptive_p"], 0.0, 1.0)
     distance = jnp.abs(jax.nn.softmax(logits) - wanted) / _WIDTH

@@ -1,9 +1,8 @@
-"""Truncation rules other than `nucleus`. `truncation.rule` names the one that a sampler has.
+"""Truncation rules other than `nucleus`. `truncation.rule` selects one.
 
 Each is a filter of one row's logits, divided by the temperature, with the most likely token at 0;
-`p = softmax(logits)`. The first six compare each token with a bound. The others keep the first k
-tokens in order: the first `HEAD` nearly always determine k, and a row that keeps more than a
-thousand is sorted.
+`p = softmax(logits)`. The first six compare each token with a bound. The others keep the top k. The
+first `HEAD` tokens nearly always determine k. A row that keeps more than a thousand is sorted.
 """
 
 from collections.abc import Callable
@@ -41,8 +40,8 @@ def top_n_sigma(logits: jax.Array, ctx: Context) -> jax.Array:
 
 
 def typical(logits: jax.Array, ctx: Context) -> jax.Array:
-    """Tokens by how far their information content is from the entropy, `|-ln p - H|`, nearest
-    first, of a tie the more likely: as many as make up the mass tau (Meister et al. 2022, "Locally
+    """Keeps the tokens whose information content is nearest to the entropy, by `|-ln p - H|` and on
+    a tie the more likely first, until they make up the mass tau (Meister et al. 2022, "Locally
     Typical Sampling")."""
     log_probs, mass = jax.nn.log_softmax(logits), ctx.settings.own["typical"].mass
     entropy = _entropy(log_probs)
@@ -77,7 +76,8 @@ def top_a(logits: jax.Array, ctx: Context) -> jax.Array:
 
 def p_less(logits: jax.Array, ctx: Context) -> jax.Array:
     """`p >= sum(p^2)`, the chance that two draws agree (Tan et al. 2025, "p-less Sampling"), or its
-    p-less-norm, `p >= (N * sum(p^2) - 1) / (N - 1)` of N possible tokens: 0 where all are alike."""
+    p-less-norm, `p >= (N * sum(p^2) - 1) / (N - 1)` for N possible tokens: 0 if all are equally
+    likely."""
     mass = jnp.exp(logits - jnp.max(logits))
     total = jnp.sum(mass)
     least = jnp.sum(jnp.square(mass)) / total  # relative to the most likely token, as `mass` is
@@ -105,8 +105,8 @@ def top_h(logits: jax.Array, ctx: Context) -> jax.Array:
 
 
 def ees(logits: jax.Array, ctx: Context) -> jax.Array:
-    """Keeps tokens up to the first prefix, of k tokens and mass P, whose renormalised entropy is
-    below `P * ln k`, without its last: entropy equilibrium sampling (Cai et al. 2025,
+    """Keeps the longest prefix such that it and all shorter ones, of k tokens and mass P, have a
+    renormalised entropy of at least `P * ln k`: entropy equilibrium sampling (Cai et al. 2025,
     "Auxiliary-Hyperparameter-Free Sampling")."""
     total = jnp.sum(jnp.exp(logits - jnp.max(logits)))
 
@@ -121,9 +121,9 @@ def ees(logits: jax.Array, ctx: Context) -> jax.Array:
 
 
 def min_k(logits: jax.Array, ctx: Context) -> jax.Array:
-    """Keeps the tokens above the cliff, the k with the largest `(logit_k - logit_(k+1)) / k`,
-    logits in order, but at least `tau / range`, for a row so flat that it has none (Ding et al.
-    2026, "Min-k Sampling"). The temperature plays no part."""
+    """Keeps the top k tokens, k where `(logit_k - logit_(k+1)) / k` of the sorted logits is
+    largest, but at least `tau / range`, for flat rows (Ding et al. 2026, "Min-k Sampling").
+    Independent of the temperature."""
     least = jnp.min(jnp.where(logits > -jnp.inf, logits, jnp.inf))
     divided = jnp.where(ctx.settings.base.temperature_last, 1.0, ctx.proposal.temperature)
     range_ = jnp.maximum((jnp.max(logits) - least) * divided, 1e-8)
@@ -172,8 +172,8 @@ def mirostat(logits: jax.Array, ctx: Context) -> jax.Array:
 
 
 def learn_surprise(drawn: DrawnToken, ctx: Context) -> jax.Array:
-    """Moves `mu` by the token's surprise `-log2 p` before truncation, where it was drawn by this
-    rule. At temperature 0 it was certain."""
+    """Moves `mu` by the token's surprise `-log2 p` before truncation, if this rule drew the token.
+    At temperature 0 the surprise is 0."""
     own, learnt = ctx.settings.own["mirostat"], ctx.states["mirostat"]
     drawn_at = ctx.proposal.temperature
     # The distribution that was cut is at temperature 1 where the temperature comes last.
@@ -197,8 +197,8 @@ def _count_settled(
 ) -> jax.Array:
     """Returns the number of tokens that `count(first, bound)` finds, int32.
 
-    Calls it with the first 64 of one row's logits [V] in falling order, then 1,024, then all,
-    until it returns that its number is final: int32, and a bool. `bound` is its own, float32.
+    Calls it with the first 64 of one row's logits [V] in descending order, then 1,024, then all,
+    until the bool that it returns next to the int32 is True. `bound` is its own, float32.
     """
 
     def look(logits: jax.Array, bound: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
