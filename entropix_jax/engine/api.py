@@ -30,10 +30,10 @@ def generate(
     sampler: AnySampler = "entropix",
     **options: Any,
 ) -> Rows:
-    """Generates texts from one prompt, or from several in one batch, and returns their rows, a
-    list in the order of the prompts, when all have ended.
+    """Generates texts from one prompt, or from several in one batch, and returns the finished rows
+    in the order of the prompts.
 
-    Arguments and errors are those of `stream`; an error within a row is that row's `error`.
+    Arguments and errors are those of `stream`. If a row fails, its `error` says why.
     """
     return stream(model, prompt, _calibrated(sampler, model), **options).run()
 
@@ -55,26 +55,26 @@ def stream(
     retrieve: Retrieve | None = None,
     ask: Ask | None = None,
 ) -> Generation:
-    """A run that advances as it is iterated: events, token by token, whose `pieces` are the text
-    that became final. Its `rows` hold the results.
+    """Returns a run that advances as it is iterated. It yields events, token by token, whose
+    `pieces` are newly final text. Its `rows` have the results.
 
     Args:
-        prompt: a text, or a conversation: messages with a `role` and a `content` each. Or a list of
-            them: each one's rows are those that it has alone. The random numbers of equal prompts
-            differ, as those of `samples` do.
+        prompt: a text, a conversation (messages with a `role` and a `content`), or a list of
+            either. Rows of one prompt do not depend on the others. Equal prompts get different
+            random numbers, as do `samples`.
         sampler: a preset's name, a file that ends in .toml, or a sampler.
-        max_new_tokens: most tokens to generate.
-        samples: rows of each prompt, whose random numbers differ.
+        max_new_tokens: maximum number of tokens to generate.
+        samples: rows per prompt, with different random numbers.
         seed: of all random numbers.
-        chat: put a text as a turn of a chat; None follows the model.
+        chat: whether a text is a turn of a chat; None: depends on the model.
         system: a system message, for a chat only.
-        stop: a text, or several, that end a row and are not part of it.
-        ignore_eos: no token ends a row.
-        escape_special: control tokens that the prompt spells are encoded as ordinary text.
-        recording: what each token's record holds besides the usual.
+        stop: one or several texts that end a row and are not part of it.
+        ignore_eos: continue past end tokens.
+        escape_special: encode control tokens in the prompt as ordinary text.
+        recording: optional parts of each token's record.
         retrieve, ask: see `Request`.
 
-    TypeError if a number is no integer, UserError if an input cannot be used.
+    TypeError if a number is not an integer, UserError if an input is invalid.
     """
     samples = operator.index(samples)
     check_range("samples", samples, 1)
@@ -118,7 +118,7 @@ def score(
     context: int | None = None,
     recording: Recording | None = None,
 ) -> Iterator[ScoredToken]:
-    """The model's uncertainty about a given text, token by token; nothing is generated.
+    """Scores a given text: the model's uncertainty, token by token. Generates nothing.
 
     The regimes are the sampler's; for `context`, `recording` and errors see `score_tokens`.
     """
@@ -129,8 +129,8 @@ def score(
 
 
 def _calibrated(sampler: AnySampler, model: LanguageModel) -> CalibratedSampler:
-    """Resolves a sampler for the model. Issues its notes as warnings, unless it is resolved
-    already."""
+    """Resolves a sampler for the model and issues its notes as warnings, unless it is already
+    resolved."""
     if isinstance(sampler, CalibratedSampler):
         return sampler
     if isinstance(sampler, str):

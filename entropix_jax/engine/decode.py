@@ -1,7 +1,7 @@
-"""The compiled calls of generation, the one place where the model and the sampler meet.
+"""The compiled calls of generation, the only place where the model and the sampler meet.
 
 Every function takes a `DecodeState`, donated, and returns the next. The on-device loop and
-streaming share one step; they differ in how many steps run before the host looks.
+streaming share one step; they differ in the number of steps before the host reads the results.
 """
 
 from dataclasses import replace
@@ -136,10 +136,10 @@ def decode(
     """Runs up to `steps` decode steps on the device, and returns once fewer than `fewest` rows are
     running.
 
-    It returns earlier where a row waits for the host, where a row has grown as long as the window,
-    and where the lanes are needed or no longer needed: there is a program with them and one
-    without, so that they cost nothing while no row branches. (A row that a stop string has ended
-    does not count: its length depends on when the host looked.)
+    It returns earlier if a row waits for the host, a row has grown as long as the window, or lanes
+    become needed or unneeded: there is a program with lanes and one without, so they cost nothing
+    while no row branches. (Rows ended by a stop string do not count, because their length depends
+    on when the host read the results.)
 
     Args:
         params: the weights.
@@ -199,8 +199,8 @@ def _read(
     running: jax.Array,
     program: Program,
 ) -> tuple[jax.Array, AttnStats, KVCache, jax.Array]:
-    """The forward pass of each running row's last token, int32 [P, 1]: logits float32 [P, V],
-    statistics, the cache with the token in it, and where the row is unsound. There the logits are
+    """Runs the forward pass of each running row's last token, int32 [P, 1]. Returns logits float32
+    [P, V], statistics, the cache with the token, and where the row is unsound. There the logits are
     NaN."""
     hidden, stats, cache = forward(
         params,

@@ -1,5 +1,5 @@
-"""Continuous batching: rows run side by side in a fixed number of slots, and a row that ends makes
-room for the next one.
+"""Continuous batching: rows run in parallel in a fixed number of slots, and a row that ends frees
+its slot for the next one.
 
 The device runs chunks of decode steps. While the host reads one chunk back, the device already runs
 the next.
@@ -57,7 +57,8 @@ _MOST_IDLE = 8  # chunks in a row that make no step; more is a defect
 
 
 def shared_lanes(slots: int, needed: int = MAX_WIDTH - 1) -> int:
-    """Returns the lanes for `slots` slots if a row needs `needed`, by default the most."""
+    """Returns the number of lanes for `slots` slots if a row needs `needed`, by default the
+    maximum."""
     return max(needed, slots // _SLOTS_PER_LANE)
 
 
@@ -75,7 +76,7 @@ class _Chunk:
 class Engine:
     """Runs requests on one model, `slots` at a time.
 
-    `steps` counts the decode steps, `useful` the slots of them that had a running row.
+    `steps` counts decode steps, `useful` their slots with a running row.
     """
 
     def __init__(
@@ -94,16 +95,15 @@ class Engine:
 
         Args:
             capacity: cache slots of a row: its prompt and its new tokens together.
-            recording: what each token's record holds besides the usual.
-            look: seconds that a chunk of steps should take at most; a request that arrives waits
-                for up to two.
-            widest: there are lanes for the widest forks from the start, so that no later row has
-                the run allocate or compile for its branches.
-            keep: the caches outlive a run, and memory is held for them: a row reads only what its
-                slot has not cached of a row before. Its last digits then depend on that row.
-            background: programs compile in a thread, on one device. A row is held until its
-                programs are there, and a row that outgrows those is parked. The others continue.
-                The last digits of a row then depend on the rows next to it.
+            recording: optional parts of each token's record.
+            look: maximum seconds of a chunk of steps; a new request waits for up to two chunks.
+            widest: allocate lanes for the widest forks at the start, so that no later row needs an
+                allocation or compilation for its branches.
+            keep: the caches outlive a run and keep their memory. A row only reads tokens that its
+                slot has not cached before. Its last digits then depend on the row before.
+            background: compile programs in a thread, on one device. A row is held until its
+                programs are compiled, and parked if it outgrows them. The others continue. A row's
+                last digits then depend on the other rows.
 
         Raises:
             UserError: slots that cannot be split evenly over the model's mesh, or that do not fit
@@ -145,17 +145,17 @@ class Engine:
 
     @property
     def used(self) -> float:
-        """The share of slots that had a running row, of the steps so far."""
+        """Share of slots with a running row, over the steps so far."""
         return self.useful / max(self.steps * self._layout.slots, 1)
 
     @property
     def compiling(self) -> str | None:
-        """The program that compiles in the background, for people; None if none does."""
+        """Name of the program that compiles in the background, or None."""
         return None if self._programs is None else self._programs.compiling
 
     @property
     def read(self) -> int:
-        """The tokens of texts that were read before the rows' first steps."""
+        """Number of tokens read before the rows' first steps."""
         return self._reader.read
 
     def check(self, request: Request) -> None:
@@ -167,11 +167,11 @@ class Engine:
         check_request(self._model, request, self._capacity)
 
     def stop(self) -> None:
-        """Asks the run to end after the current event. A signal handler may call it."""
+        """Requests the end of the run after the current event. Safe in a signal handler."""
         self._stopping = True
 
     def interrupt(self) -> Iterator[Event]:
-        """Ends the rows that a stopped run left unfinished; the events have their last text."""
+        """Ends the unfinished rows of a stopped run. The events have their last text."""
         for row in (*self._roster.slots, *self._roster.held, *self._roster.waiting):
             if row is not None:
                 yield from row.interrupt()
@@ -184,17 +184,17 @@ class Engine:
         position: int | None = None,
         max_new_tokens: int | None = None,
     ) -> list[Row]:
-        """Forks a row of the run in progress: `number` new rows begin as it does. It continues.
+        """Forks a row of the run in progress into `number` new rows. The row continues.
 
-        They take free slots before any request that waits. Their ids are the row's with ".1", ".2",
-        and so on, so each has random numbers of its own.
+        They take free slots before waiting requests. Their ids are the row's id with ".1", ".2",
+        and so on, so each has its own random numbers.
 
         Args:
-            position: where they part from the row, by default after its last token so far.
+            position: where they diverge from the row, by default after its last token.
             max_new_tokens: their budget, by default the row's.
 
         Raises:
-            UserError: see `check_place`; or the row is none of a run in progress.
+            UserError: see `check_place`; or the row is not part of a run in progress.
         """
         return self._roster.fork(row, number, position, max_new_tokens)
 
@@ -208,36 +208,35 @@ class Engine:
         self._roster.rewind(row, position)
 
     def force(self, row: Row, tokens: Sequence[int], *, action: str = "inject") -> None:
-        """Forces tokens on a row that has not ended, after its last token so far and in place of
-        any forced before that it has not reached. They carry an `action`, the name of a mechanism.
+        """Forces tokens on a running row, after its last token. They replace forced tokens that are
+        still queued. Their `action` is the name of a mechanism.
 
         Raises:
-            UserError: see `check_place`; more tokens than the budget has left, an id that is no
-                token, an unknown action, a row that has ended or is none of a run in progress.
+            UserError: see `check_place`; more tokens than the remaining budget, an invalid token
+                id, an unknown action, a row that has ended or is not part of a run in progress.
         """
         self._roster.force(row, tokens, action)
 
     def end(self, row: Row) -> list[Event]:
-        """Ends a row of the run in progress where it stands, as "cancelled": its slot, or its place
-        among those that wait, is free for the next one. Returns its last events, which no iteration
-        yields; none where it has ended.
+        """Ends a row of the run in progress as "cancelled" and frees its slot or its place in the
+        queue. Returns its last events, which the run does not yield; none if it has ended.
 
         Raises:
-            UserError: the row is none of a run in progress.
+            UserError: the row is not part of a run in progress.
         """
         return self._roster.cancel(row)
 
     def run(
         self, requests: Iterable[Request | Row | None], between: Callable[[], None] | None = None
     ) -> Iterator[Event]:
-        """Runs requests to their ends and yields the events, step by step.
+        """Runs requests until all have ended, and yields the events, step by step.
 
         Args:
-            requests: fetched one by one, when a slot is free or soon will be. A `Row` is a request
-                whose row the caller made; one with tokens, of a run that recorded their states,
-                continues after them. None means that no request is available yet. If no row
-                runs, it ends the run, so a source that waits for more requests blocks then.
-            between: called before each chunk of steps, after all events of those before.
+            requests: fetched one by one, when a slot is free or soon will be. A `Row` instead of a
+                request is used as its result. If it has tokens, from a run that recorded states, it
+                continues after them. None means that no request is available yet. If no row runs,
+                None ends the run, so an iterator that waits for requests must block then.
+            between: called before each chunk of steps, after all events of earlier chunks.
 
         Raises:
             UserError: a request that `check` refuses, samplers whose mechanisms differ, or lanes
@@ -268,7 +267,7 @@ class Engine:
             self._failed.clear()
 
     def _begin(self, first: RunningRow) -> None:
-        """Begins with slots that have cached nothing."""
+        """Begins with empty caches."""
         sampler = first.request.sampler
         self._parts = Parts(sampler.mechanisms)
         self._layout = replace(self._layout, lanes=self._lanes_for(first))
@@ -366,7 +365,7 @@ class Engine:
 
     def _next_row(self) -> RunningRow | None:
         """Removes and returns the next row that can run. Rows whose programs are missing are held,
-        and later rows pass them. Each held row reserves a free slot."""
+        and later rows overtake them. Each held row reserves a free slot."""
         roster = self._roster
         if self._programs is None:
             return roster.waiting.popleft() if roster.fetch() is not None else None
@@ -397,8 +396,8 @@ class Engine:
         )
 
     def _number(self, slot: int) -> Any:
-        """The row of the state that is the slot. NumPy, as all that programs are given: to make it
-        on a device is a program itself."""
+        """Returns the slot's row in the state, as NumPy, because creating it on the device would
+        need a program."""
         return self._layout.numbers[slot]
 
     def _lanes_for(self, row: RunningRow) -> int:
@@ -407,7 +406,7 @@ class Engine:
         return self._shared_lanes(needed) if needed else 0
 
     def _shared_lanes(self, needed: int) -> int:
-        """More lanes than a row needs, where many rows share them."""
+        """Returns more lanes than one row needs if many rows share them."""
         return shared_lanes(self._layout.slots // self._layout.shards, needed)
 
     def _check_cache(self, lanes: int) -> None:
@@ -540,7 +539,7 @@ class Engine:
         return min(bucket(length, DECODE_WINDOW), self._capacity)
 
     def _with(self, used: frozenset[str]) -> Parts:
-        """What steps are made of that contain these mechanisms, too."""
+        """Returns the parts of steps that also contain these mechanisms."""
         return replace(self._parts, used=self._parts.used | used)
 
     def _program(self, window: int, lanes: bool, used: frozenset[str] | None = None) -> Program:
@@ -577,7 +576,7 @@ class Engine:
         return min(fitting, key=lambda each: (len(each), sorted(each)), default=None)
 
     def _request(self, used: frozenset[str], window: int, forks: bool, **when: bool) -> None:
-        """Has the programs of such rows compiled; for `when` see `Programs.request`."""
+        """Requests the programs of such rows; for `when` see `Programs.request`."""
         assert self._programs is not None
         self._used_sets.add(used)
         for lanes in (False, True) if forks else (False,):
@@ -589,7 +588,7 @@ class Engine:
             self._programs.request(key, name, decode_for_backend(), traced, static, **when)
 
     def _has_programs(self, row: RunningRow) -> bool:
-        """Whether the row can run next to those that run, now; requests what is missing."""
+        """Returns whether the row can run now with the running rows. Requests missing programs."""
         if row in self._failed:
             return False
         used, forks = self._needs(row)
@@ -608,9 +607,8 @@ class Engine:
         return ready
 
     def _choose_program(self) -> bool:
-        """Chooses the program of the next chunk: the window that the running rows need, or if that
-        is not compiled yet the longest that is, where longer rows are parked. Returns whether there
-        is one that a row can run in."""
+        """Chooses the program of the next chunk: the window that the running rows need, or the
+        longest compiled one, which parks longer rows. Returns whether a row can run in it."""
         if self._programs is None:
             return True
         used, forks = self._needs()
@@ -642,11 +640,11 @@ class Engine:
         return True
 
     def _with_answers(self, state: DecodeState) -> DecodeState:
-        """The state with what the host knows: the answers to rows that wait, and rows that ended.
+        """Returns the state with the host's decisions: answers to waiting rows, and ended rows.
 
-        A row that a stop string or the caller ended may have gone on meanwhile, to wait or to an
-        end of its own; a row that failed has all its tokens cached, the last one too. None of them
-        may fill the window.
+        On the device a row that a stop string or the caller ended may still run, wait or have
+        ended. A failed row has all its tokens cached, including the last one. None of them may fill
+        the window.
         """
         for slot, row in enumerate(self._roster.slots):
             if row is None or row.answer is None:
@@ -673,7 +671,7 @@ class Engine:
     # Read back
 
     def _read_back(self, chunk: _Chunk) -> Generator[Event, None, bool]:
-        """Applies a chunk's outcomes to its rows. Returns whether it made a step at all."""
+        """Applies a chunk's outcomes to its rows. Returns whether it made any step."""
         asked = time.perf_counter()
         records, forked = jax.device_get((chunk.records, chunk.forked))
         if self._unpaced:  # it was ready long ago: nobody asked for it meanwhile
@@ -699,7 +697,8 @@ class Engine:
         return bool(records.live.any())
 
     def _pace(self, waited: float) -> None:
-        """More steps a chunk while chunks come fast: a first token at once, then a steady flow."""
+        """Increases the steps per chunk while chunks are fast: a first token at once, then a steady
+        flow."""
         if waited < self._look / 2:
             self._chunk_steps = min(2 * self._chunk_steps, MAX_STEPS)
         elif waited > self._look:

@@ -1,9 +1,9 @@
 """Forks: a row continues as several branches in the same batch, and then as the best of them.
 
-The first branch runs in the row's own slot, the others in lanes, additional rows of the
-batch. A row that wants to fork waits until there is a lane for each: rows that have waited longest
-come first, so none starves, and none forks narrower than alone. A branch that has ended keeps its
-lane until the last one has; a fork needs no further lanes once it has begun, so all forks end.
+The first branch runs in the row's own slot, the others in lanes, additional rows of the batch. A
+row that is to fork waits until there is a lane for each branch. Rows that have waited longest come
+first, so none starves, and the width of a fork does not depend on other rows. An ended branch keeps
+its lane until the last one has ended. Forks that have begun need no more lanes.
 """
 
 from dataclasses import replace
@@ -50,7 +50,7 @@ def free_lanes(state: DecodeState) -> DecodeState:
 
 
 def want_fork(state: DecodeState, step: Step, parts: Parts) -> DecodeState:
-    """Notes the forks that a step of the sampler wants. One with a single branch begins at once."""
+    """Registers the forks of a sampler step. A fork with a single branch begins at once."""
     if not parts.acts:
         return state
     wants = step.forks
@@ -159,10 +159,10 @@ def _score(sums: jax.Array, depth: jax.Array, settings: SamplerSettings) -> jax.
 
 
 def join_forks(state: DecodeState, parts: Parts) -> tuple[DecodeState, Joined]:
-    """Puts the best branch of each fork whose branches have all ended into the row's place.
+    """Replaces each row whose branches have all ended by its best branch.
 
-    A row whose choice is ambiguous, and that asks, goes back to where it was forked and waits for
-    the host instead; one that commits the first token alone goes back and is forced to take it.
+    If the choice is ambiguous and the row asks, it instead goes back to the fork and waits for the
+    host. A row that commits only the first token goes back and is forced to take it.
     """
     places = state.status.shape[0]
     if not parts.acts:
@@ -275,7 +275,7 @@ def _leave(state: DecodeState, lanes: jax.Array) -> DecodeState:
 
 
 def _take_winners(state: DecodeState, takes: jax.Array, winner: jax.Array) -> DecodeState:
-    """Copies what is the branch's own from the lane `winner[B]` to the rows of `takes[B]`."""
+    """Copies the branch's own state from the lane `winner[B]` to the rows of `takes[B]`."""
     if not state.lanes:
         return state
     batch = takes.shape[0]

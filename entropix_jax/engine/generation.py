@@ -1,4 +1,4 @@
-"""A run over some requests, as a user iterates it: events as they come, rows at the end."""
+"""A run over requests: yields events while it is iterated, and has the rows at the end."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -17,10 +17,10 @@ _MOST_SLOTS = 64
 
 
 class Generation:
-    """Runs requests side by side. Iterate to run them; `rows` then holds the results.
+    """Runs requests in parallel while it is iterated. `rows` then has the results.
 
-    After the iteration was left early, or ended by `stop`, `rows` hold what they have so far;
-    `interrupt` ends them.
+    If the iteration is left early or ended by `stop`, `rows` has the partial results; `interrupt`
+    ends the rows.
     """
 
     def __init__(
@@ -31,10 +31,10 @@ class Generation:
         recording: Recording | None = None,
         engine: Engine | None = None,
     ) -> None:
-        """Checks everything that can be checked before anything is computed. `recording` is what
-        each token's record holds besides the usual. `engine` is the engine to run on, with its own
-        recording; None: a new one. UserError if there is no request, `check_request` refuses one,
-        the recording does not fit the model, or one row does not fit into memory."""
+        """Checks the requests before anything is computed. `recording` has the optional parts of
+        each token's record. `engine` is the engine to run on, with its own recording; None: a new
+        one. UserError if there is no request, `check_request` rejects one, the recording does not
+        fit the model, or one row does not fit into memory."""
         if not requests:
             raise UserError("there is nothing to generate: no request")
         recording = recording or Recording()
@@ -60,8 +60,7 @@ class Generation:
         self._iterator = self._iterate()
 
     def __iter__(self) -> Iterator[Event]:
-        """The events: those of all rows of one step, then of the next. A second iteration continues
-        the first."""
+        """Yields the events of all rows, step by step. A second iteration continues the first."""
         return self._iterator
 
     def _iterate(self) -> Iterator[Event]:
@@ -74,7 +73,7 @@ class Generation:
             self.timings["total"] = self.seconds()
 
     def stop(self) -> None:
-        """Asks the run to end after the current event. A signal handler may call it."""
+        """Requests the end of the run after the current event. Safe in a signal handler."""
         self._engine.stop()
 
     def interrupt(self) -> list[Event]:
@@ -97,12 +96,12 @@ class Generation:
         return self.rows._repr_html_()
 
     def seconds(self) -> float:
-        """Time since the start, without that in which a person was asked."""
+        """Seconds since the start, excluding time in which a person was asked."""
         return time.perf_counter() - self._start - sum(row.waited for row in self.rows)
 
 
 def _count_slots(model: LanguageModel, rows: int, capacity: int) -> int:
-    """Returns how many rows run at a time: all, up to 64 and to what memory has room for."""
+    """Returns the number of rows in parallel: all, up to 64, as far as memory allows."""
     mesh = None if model.rules is None else model.rules.mesh
     if mesh is not None:
         return rows

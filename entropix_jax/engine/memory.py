@@ -1,7 +1,7 @@
-"""What rows need of each device's memory at least, checked before any of it is allocated.
+"""Minimum memory per device, checked before anything is allocated.
 
 A lower bound from the shapes: weights, cache, and the logits while a token is drawn. Asking XLA for
-the rest (`memory_analysis`) would mean to compile the largest programs before the first token.
+the rest (`memory_analysis`) would compile the largest programs before the first token.
 """
 
 import gc
@@ -39,8 +39,8 @@ class MemoryPlan:
 def plan_memory(
     config: ModelConfig, precision: Precision, *, slots: int, capacity: int, mesh: Mesh | None
 ) -> MemoryPlan:
-    """The least that `slots` rows with `capacity` cache positions each take, per device of a mesh
-    or on one device. Raises a UserError where the mesh cannot split the model."""
+    """Computes the minimum memory of `slots` rows with `capacity` cache positions each, per device
+    of a mesh or on one device. UserError if the mesh cannot split the model."""
     data, model = (1, 1) if mesh is None else (mesh.shape[DATA], mesh.shape[MODEL])
     rows = -(-slots // data)
     heads = 2 * config.num_layers * config.num_kv_heads // model  # of keys and of values
@@ -52,8 +52,8 @@ def plan_memory(
 def check_memory(
     config: ModelConfig, precision: Precision, *, slots: int, capacity: int, mesh: Mesh | None
 ) -> str:
-    """Checks that a batch can fit before its weights are loaded; returns a line for the user.
-    UserError, which names the most slots that fit, if it cannot."""
+    """Checks, before weights are loaded, that a batch can fit, and returns a line for the user.
+    Otherwise raises UserError, which names the maximum number of slots."""
     plan = plan_memory(config, precision, slots=slots, capacity=capacity, mesh=mesh)
     free = free_share(mesh)
     share = "" if free is None else f" of {as_size(free)}"
@@ -74,8 +74,8 @@ def check_memory(
 def most_slots(
     config: ModelConfig, precision: Precision, *, slots: int, capacity: int, mesh: Mesh | None
 ) -> int:
-    """How many slots, up to `slots`, fit beside loaded weights, with a fifth of what is free left
-    for prompts: a multiple of the `data` devices; `slots` where free memory is unknown."""
+    """Returns how many slots, up to `slots`, fit next to loaded weights if a fifth of free memory
+    is left for prompts: a multiple of the `data` devices; `slots` if free memory is unknown."""
     plan = plan_memory(config, precision, slots=slots, capacity=capacity, mesh=mesh)
     free = free_share(mesh, plan.weights)
     if free is None:
@@ -86,7 +86,7 @@ def most_slots(
 def check_cache(
     config: ModelConfig, precision: Precision, *, slots: int, capacity: int, mesh: Mesh | None
 ) -> None:
-    """Raises a UserError unless the cache and logits of rows fit beside loaded weights."""
+    """Raises UserError unless the cache and logits of rows fit next to loaded weights."""
     plan = plan_memory(config, precision, slots=slots, capacity=capacity, mesh=mesh)
     needed, free = plan.cache + plan.logits, free_share(mesh, plan.weights)
     if free is not None and needed > free:
@@ -102,7 +102,7 @@ def check_cache(
 
 
 def _count_fitting(plan: MemoryPlan, slots: int, free: int, mesh: Mesh | None) -> int:
-    """The most slots of those planned that fit, a multiple of the `data` devices."""
+    """Returns the maximum number of slots that fit, a multiple of the `data` devices."""
     data = 1 if mesh is None else mesh.shape[DATA]
     each = (plan.cache + plan.logits) // -(-slots // data)  # of a slot, on its device
     return max(min((free - plan.weights) // each * data, slots // data * data), 0)

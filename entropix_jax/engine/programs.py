@@ -68,7 +68,7 @@ class Programs:
         urgent: bool = False,
         ahead: bool = False,
     ) -> None:
-        """Has a program compiled unless it is, or will be; returns at once.
+        """Queues a program for compilation unless it is compiled or queued. Returns at once.
 
         Args:
             name: of the program, for the log.
@@ -104,7 +104,7 @@ class Programs:
                 self._jobs.appendleft(job)
 
     def wait(self, seconds: float) -> None:
-        """Waits until a program is compiled, or so long."""
+        """Waits until a program is compiled, or for the timeout."""
         with self._changed:
             if self.compiling is not None:
                 self._changed.wait(seconds)

@@ -1,9 +1,8 @@
-"""Prefill: the texts of rows that arrive are cached before the rows' first steps.
+"""Prefill: caches the texts of new rows before their first steps.
 
-Rows that arrive together are read four at a time, but never so that the last digits of one depend
-on when another came: each is read in the parts in which it would be read alone. Off the CPU, where
-a call of four rows gives other digits than one of one row, all such parts are read by calls of
-four.
+Rows that arrive together are read four at a time, in the parts in which each would be read alone,
+so that the last digits of a row do not depend on the arrival of others. On GPUs and TPUs a call of
+four rows gives other digits than a call of one, so there all such parts are read by calls of four.
 """
 
 from collections import defaultdict
@@ -46,7 +45,7 @@ _MAX_WINDOW = 512
 
 
 def may_join(size: int, window: int) -> bool:
-    """Whether parts of `size` tokens, padding included, which read `window` positions, may be read
+    """Whether parts of `size` tokens, padding included, with `window` positions may be read
     together."""
     return _MIN_TOGETHER <= size <= MAX_PREFILL // TOGETHER and window <= _MAX_WINDOW
 
@@ -63,9 +62,9 @@ class PromptReader:
         check: bool,
         programs: Programs | None = None,
     ) -> None:
-        """For rows of `capacity` cache positions. With `keep` caches outlive a run, so few programs
-        should serve texts of all lengths; with `check` the state notes where activations are not
-        finite. Only programs among `programs` are run, see `request`."""
+        """Prepares to read rows of `capacity` cache positions. With `keep` caches outlive a run, so
+        few programs should serve all lengths. With `check` the state records where activations are
+        not finite. Only `programs` are run, see `request`."""
         self.read = 0  # tokens, padding not counted
         self._model = model
         self._capacity = capacity
@@ -81,15 +80,14 @@ class PromptReader:
         arrived: Sequence[int],
         stops: Callable[[], bool],
     ) -> DecodeState:
-        """Caches what is not cached yet of rows that arrived. A text that another slot has cached
-        is copied from there.
+        """Caches the uncached tokens of new rows. A text that another slot has cached is copied.
 
         Args:
             state: donated.
             layout: where the slots are.
             rows: those in slots, by slot.
-            arrived: the slots of the rows that arrived; all that the others need is cached.
-            stops: asked before each call whether to leave the rest.
+            arrived: the slots of the new rows; the others are fully cached.
+            stops: called before each call; True skips the rest.
         """
         cached = [slot for slot in rows if slot not in arrived]
         while arrived and not stops():
@@ -138,8 +136,8 @@ class PromptReader:
         return state
 
     def request(self, state: DecodeState, layout: Layout, row: RunningRow) -> bool:
-        """Whether the programs that read a row from its start are compiled; has those compiled that
-        are not."""
+        """Returns whether the programs that read a row from its start are compiled, and requests
+        missing ones."""
         length, cached, ready = len(row.text) - 1, 0, True
         while cached < length:
             size, window = self._part(length, cached)
@@ -191,8 +189,8 @@ class PromptReader:
         return size, min(bucket(cached + size, window), self._capacity)
 
     def _places(self, size: int, window: int, waiting: int, slots: int) -> int:
-        """The places of the next call, where `waiting` rows wait for one: on a CPU four only if at
-        most one of them is padding, since each takes its time."""
+        """Returns the number of rows of the next call for `waiting` rows: on a CPU four only if at
+        most one is padding, since padding costs time."""
         enough = waiting >= TOGETHER - 1 if on_cpu() else slots >= TOGETHER
         return TOGETHER if enough and may_join(size, window) else 1
 
@@ -205,7 +203,7 @@ class PromptReader:
         size: int,
         window: int,
     ) -> DecodeState:
-        """Reads the next part of some rows in one call of so many places."""
+        """Reads the next part of some rows in one call for that number of rows."""
         tokens = np.zeros((places, size), np.int32)
         count = np.zeros(places, np.int32)
         numbers = np.full(places, len(layout.slot_of), np.int32)  # of padding: no row's

@@ -1,4 +1,4 @@
-"""From the device's records of a chunk of steps to typed records on the host."""
+"""Converts the device's records of a chunk of steps to typed records on the host."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
@@ -24,15 +24,15 @@ class Outcome:
 
     Attributes:
         slot: the row's.
-        live: whether the row, or branch, was running; else its fork ended, and nothing more.
-        token: the committed token, without its text. Where the row waits for the host or is forked
-            it holds the step's proposal, and where it failed the failed position.
-        branch: which branch of the row's fork this is; -1: the row itself.
-        candidates: where the row is forked, the branches' first tokens and their log-probabilities.
+        live: whether the row or branch was running; else only its fork ended.
+        token: the committed token, without its text. If the row waits for the host or is forked,
+            the step's proposal; if it failed, the failed position.
+        branch: index of the branch in the row's fork; -1: the row itself.
+        candidates: if the row is forked, the branches' first tokens and their log-probabilities.
         ended: a branch that has ended, and has no further token.
-        joined: where all branches have ended, as Python values.
+        joined: if all branches have ended, the end of the fork, as Python values.
         status: see `DecodeState`.
-        rewinds: whether the row goes back to the token's position, and has no token.
+        rewinds: whether the row goes back to the token's position, without a token.
         settled: the position that the next steps cannot go back beyond.
         unsound: see `finite.first_unsound`.
     """
@@ -58,7 +58,7 @@ def outcomes(
     recording: Recording,
     decode: Decode,
 ) -> Iterator[Outcome]:
-    """The outcomes of a chunk's steps, step by step; within a step lanes come first, so that a
+    """Yields the outcomes of a chunk, step by step. Within a step lanes come first, so that a
     fork's branches are known when it ends.
 
     Args:
@@ -146,18 +146,18 @@ def _candidates(records: StepRecord, i: int) -> list[tuple[int, float]]:
 
 
 def _joined(joined: Joined, i: int) -> Joined | None:
-    """The end of the fork in record `i`, as Python values; None where no fork ended."""
+    """Returns the end of the fork in record `i`, as Python values; None without one."""
     return jax.tree.map(lambda x: plain(x[i]), joined) if joined.joins[i] else None
 
 
 def two_best(branches: Sequence[BranchRecord]) -> list[BranchRecord]:
-    """The two branches with the highest scores, the better one first."""
+    """Returns the two branches with the highest scores, the better one first."""
     scored = [(branch.score, branch) for branch in branches if branch.score is not None]
     return [branch for _, branch in sorted(scored, key=lambda pair: -pair[0])[:2]]
 
 
 def differ(branches: Sequence[BranchRecord]) -> bool:
-    """Whether the two best branches are two texts."""
+    """Whether the texts of the two best branches differ."""
     return len({branch.text for branch in two_best(branches)}) == 2
 
 

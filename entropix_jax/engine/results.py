@@ -1,4 +1,4 @@
-"""What goes into a run and what comes out of it: requests, rows, and the events in between."""
+"""Inputs and results of a run: requests, rows, and events."""
 
 import tempfile
 from collections import Counter
@@ -36,13 +36,13 @@ class Request:
         seed: of the row's random numbers.
         eos_ids: tokens that end the row.
         stop: texts that end the row and are not part of its text.
-        retrieve: called with the row's text when a thought is due, returns the text to inject.
-            Where that is empty or exceeds the budget the sampler's own thought is injected; where
-            that exceeds it too, the row samples.
+        retrieve: called with the row's text when a thought is due; returns the text to inject. If
+            that is empty or exceeds the budget, the sampler's own thought is injected. If that
+            exceeds it too, the row samples.
         ask: called with the row's number and the texts of the two best branches, better one first,
             when their scores are within the margin; returns the index of the branch to commit, or
             None for the better one.
-        messages: the chat messages that the prompt was made of, for the trace's header.
+        messages: the chat messages of the prompt, for the trace's header.
         tag: the caller's own; the engine passes it through.
     """
 
@@ -65,13 +65,12 @@ class Row:
 
     `finish_reason` is "eos", "length" (the budget is spent), "context" (the model's last position
     is reached), "stop" (a stop string), "confidence" (it was low), "error", "interrupt",
-    "cancelled" (by `Engine.end`), or None while the row runs.
-    `retracted_tokens` are in order, and `log` has all tokens in the order of their events, each
-    with whether it was retracted. `number` is the row's index in a `Generation`; rows that an
-    engine makes are numbered in order of arrival, forks as they come. `forks` and `rewinds` count
-    what `Engine.fork` and `rewind` did to the row. `ahead` are tokens that are forced when it
-    begins to run, see `Engine.force`, with the action `ahead_action`. `chosen` are the positions of
-    those that the reader chose.
+    "cancelled" (by `Engine.end`), or None while the row runs. `retracted_tokens` are in order.
+    `log` has all tokens in the order of their events, each with a bool for retracted ones. `number`
+    is the row's index in a `Generation`; an engine numbers its rows, forks included, in order of
+    arrival. `forks` and `rewinds` count calls of `Engine.fork` and `rewind` for the row. `ahead`
+    has the tokens to force when the row begins to run, see `Engine.force`, with the action
+    `ahead_action`. `chosen` has the positions of tokens that a person chose.
     """
 
     request: Request
@@ -93,12 +92,12 @@ class Row:
 
     @property
     def retracted(self) -> int:
-        """How many tokens were retracted."""
+        """Number of retracted tokens."""
         return len(self.retracted_tokens)
 
     def group_confidences(self) -> np.ndarray:
-        """The mean token confidence of each run of `confidence.window` tokens, float64 [groups],
-        nats; of all tokens where they are fewer. Empty without tokens."""
+        """Mean token confidence of each run of `confidence.window` tokens, float64 [groups], nats;
+        of all tokens if there are fewer. Empty without tokens."""
         window = self.request.sampler.values["confidence.window"]
         total = np.cumsum([0.0, *(token.token_confidence for token in self.tokens)])
         window = min(window, len(self.tokens))
@@ -167,8 +166,8 @@ class Rows(list[Row]):
         return footer([{"row": row.number, **row.to_json()} for row in self], self.timings)
 
     def save_trace(self, path: str | Path) -> None:
-        """Writes the run's trace, row by row, with the tokens so far. `top` and `layers` are there
-        if the run recorded them.
+        """Writes the run's trace, row by row, with the tokens so far. It has `top` and `layers` if
+        the run recorded them.
 
         Raises:
             UserError: the file cannot be written, or the rows are not of one run with one prompt.
@@ -211,7 +210,7 @@ class Rows(list[Row]):
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of a row's final text, and the token that it came with."""
+    """A stretch of a row's final text, and the token that made it final."""
 
     text: str
     token: TokenRecord
@@ -223,10 +222,10 @@ class Event:
 
     Attributes:
         row: the row, with the event applied; `row.finish_reason` is set by its last event.
-        token: None where the row ended by an error or an interrupt, or was cancelled.
+        token: None if the row ended by an error or an interrupt, or was cancelled.
         pieces: the text that became final.
-        retracted: whether the token was retracted. The row's next events then retract those after
-            it, too, and have what takes their place.
+        retracted: whether the token was retracted. The row's next events then retract the tokens
+            after it, too, and have the replacements.
     """
 
     row: Row

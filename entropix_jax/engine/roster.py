@@ -1,7 +1,7 @@
-"""The rows of a run on the host: which are in the slots, which wait, and how a caller moves them.
+"""The rows of a run on the host: rows in slots, waiting rows, and moves by the caller.
 
-A move changes a row's `Row`, and a new `RunningRow` takes it from there. It is inserted before the
-next chunk. The old one ignores the results of chunks in flight.
+A move changes a row's `Row` and creates a new `RunningRow`, which is inserted before the next
+chunk. The old one ignores the results of chunks in flight.
 """
 
 from collections import deque
@@ -24,8 +24,8 @@ from entropix_jax.model.loading import LanguageModel
 
 
 class Roster:
-    """`slots` has the row that is, or was, in each slot, `waiting` the next ones, forks first, and
-    `held` those before them whose programs are not compiled yet."""
+    """`slots` has the current or last row of each slot, `waiting` the next rows, forks first, and
+    `held` the rows before them whose programs are not compiled yet."""
 
     def __init__(self, model: LanguageModel, slots: int, capacity: int) -> None:
         """`capacity` is the cache positions of a row."""
@@ -46,18 +46,18 @@ class Roster:
         self._source, self._number = iter(requests), 0
 
     def take_over(self, slots: Sequence[RunningRow | None]) -> None:
-        """Puts the rows of the run before into the slots, where they do not run any more."""
+        """Puts the ended rows of the run before into the slots."""
         self.slots = [*slots]
         for row in self.slots:
             if row is not None:
                 row.left = True
 
     def end(self) -> None:
-        """Ends the run: its rows cannot be moved any more."""
+        """Ends the run. Its rows can no longer be moved."""
         self._known.clear()
 
     def fetch(self) -> RunningRow | None:
-        """The next row, if there is another one now. A request is fetched once no row waits."""
+        """Returns the next row, or None if there is none yet. Fetches a request if no row waits."""
         if not self.waiting and (request := next(self._source, None)) is not None:
             row = request if isinstance(request, Row) else Row(request, number=self._number)
             action = row.request.sampler.parts.action(row.ahead_action) if row.ahead else 0
@@ -65,7 +65,7 @@ class Roster:
         return self.waiting[0] if self.waiting else None
 
     def cancel(self, row: Row) -> list[Event]:
-        """Ends a row as "cancelled", as `Engine.end`."""
+        """Ends a row as "cancelled"; see `Engine.end`."""
         self._check(row)
         for running in (*self.slots, *self.held, *self.waiting):
             if running is not None and running.row is row and running.running:
@@ -78,7 +78,7 @@ class Roster:
     def fork(
         self, row: Row, number: int, position: int | None, budget: int | None = None
     ) -> list[Row]:
-        """Forks a row, as `Engine.fork`."""
+        """Forks a row; see `Engine.fork`."""
         whole = row.request if budget is None else replace(row.request, max_new_tokens=budget)
         kept = self._kept(row, position, whole)
         forks = []
@@ -91,7 +91,7 @@ class Roster:
         return forks
 
     def rewind(self, row: Row, position: int) -> None:
-        """Rewinds a row, as `Engine.rewind`."""
+        """Rewinds a row; see `Engine.rewind`."""
         kept = self._kept(row, position, row.request)
         gone = row.tokens[kept:]
         retracted = {*map(id, gone)}
@@ -103,7 +103,7 @@ class Roster:
         self._move(row)
 
     def force(self, row: Row, tokens: Sequence[int], action: str) -> None:
-        """Forces tokens on a row, as `Engine.force`."""
+        """Forces tokens on a row; see `Engine.force`."""
         self._check(row)
         name = f"row '{row.request.row_id}'"
         actions = [mechanism.name for mechanism in row.request.sampler.mechanisms]
@@ -138,8 +138,8 @@ class Roster:
         return running
 
     def _move(self, row: Row, forced: Answer = NOTHING) -> None:
-        """Has the row run as it is now, in its slot or its place among those that wait; where it
-        has none it waits behind the others that were moved, before any request."""
+        """Runs the changed row in its slot or its place in the queue. Without one it waits behind
+        other moved rows and before any request."""
         new = self._run(row, forced, moved=True)
         places: tuple[MutableSequence[Any], ...] = (self.slots, self.held, self.waiting)
         for rows in places:

@@ -1,4 +1,4 @@
-"""One running row on the host: step outcomes become tokens, text, and a finish reason."""
+"""One running row on the host: converts step outcomes to tokens, text, and a finish reason."""
 
 import operator
 import time
@@ -51,7 +51,7 @@ NOTHING = Answer([], 0)
 class RunningRow:
     """A running row. A token is pending until no later step can retract it.
 
-    A row that has tokens continues after them. A row that the host moves gets a new one of these.
+    A row with tokens continues after them. A row that the caller moves gets a new instance.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class RunningRow:
         return max((token.forwards for token in tokens), default=0)
 
     def tally(self, mechanisms: tuple[Mechanism, ...]) -> Tally:
-        """The sampler's after the text, with the forced tokens in its queue."""
+        """The sampler's tally after the text, with the forced tokens in its queue."""
         tokens, action = self.forced
         fresh = fresh_tally(mechanisms)
         tally = self._state or fresh
@@ -131,8 +131,8 @@ class RunningRow:
         return replace(tally, queued=jnp.int32(len(tokens)), queue_action=jnp.int32(action))
 
     def has_cached(self, other: "RunningRow") -> bool:
-        """Whether the slot of this row has all of another's text but its last token. Rows that
-        begin share whole prompts alone: what they read must not depend on how far others are."""
+        """Whether the slot of this row has cached another row's text except its last token. New
+        rows share only whole prompts, so that they do not depend on the progress of other rows."""
         text = other.text
         if self.cached < len(text) - 1:
             return False
@@ -141,7 +141,7 @@ class RunningRow:
         return self.text[: len(text) - 1] == text[:-1]
 
     def shared(self, other: "RunningRow") -> int:
-        """How much of another row's text, but its last token, the slot of this one has cached."""
+        """Number of tokens of another row's text, without the last one, cached in this slot."""
         if self.row.finish_reason == "error":  # its cache may hold NaN
             return 0
         both = zip(self.text[: self.cached], other.text[:-1], strict=False)
@@ -168,10 +168,10 @@ class RunningRow:
         return [token for token, retracted in self._pending if not retracted]
 
     def apply(self, outcome: Outcome, stopping: Callable[[], bool]) -> Iterator[Event]:
-        """Applies what a step did to the row or a branch of it: commits tokens, retracts pending
-        ones, ends the row, or calls a hook and sets `answer`.
+        """Applies a step's outcome to the row or a branch: commits tokens, retracts pending ones,
+        ends the row, or calls a hook and sets `answer`.
 
-        `stopping` returns whether the run was asked to stop: then no hook is called.
+        `stopping` returns whether the run is stopping: then no hook is called.
         """
         yield from self._apply(outcome, stopping)
         self.cached = len(self._prompt) + len(self.row.tokens) - 1
@@ -213,7 +213,7 @@ class RunningRow:
             yield from self._add([self._as_chosen(token)], outcome)
 
     def _add(self, tokens: list[TokenRecord], outcome: Outcome) -> Iterator[Event]:
-        """Adds a step's tokens, and commits what later steps cannot go back beyond."""
+        """Adds a step's tokens, and commits those that later steps cannot retract."""
         self._pending += [(token, False) for token in tokens]
         reason = _REASONS.get(outcome.status)
         if outcome.status >= ENDED_BY:
@@ -254,7 +254,7 @@ class RunningRow:
             self.answer = self._choose_branch(branches)
 
     def interrupt(self, reason: str = "interrupt") -> Iterator[Event]:
-        """Ends the row where it stands; its pending tokens and held text become final."""
+        """Ends the row. Its pending tokens and held text become final."""
         yield from self._commit()
         if self.running:
             yield self._end(reason)
@@ -372,11 +372,11 @@ class RunningRow:
 
 
 def check_place(row: Row, budget: int, position: int | None = None) -> int:
-    """Returns how many of a row's tokens are before a position where it continues: by default all.
+    """Returns the number of a row's tokens before the position where it continues, by default all.
 
     Raises:
-        UserError: a position outside of what the row generated, or without budget; a text that a
-            stop string ended, or tokens whose state was not recorded.
+        UserError: a position outside of the generated tokens or without budget; a text that a stop
+            string ended; or tokens whose state was not recorded.
     """
     name, first = f"row '{row.request.row_id}'", len(row.request.prompt)
     end = first + len(row.tokens)
@@ -395,7 +395,7 @@ def check_place(row: Row, budget: int, position: int | None = None) -> int:
 
 
 def find_no_token(model: LanguageModel, tokens: Sequence[Any]) -> Any:
-    """The first that is not the id of a token; None where all are."""
+    """Returns the first invalid token id; None if all are valid."""
     size = model.config.vocab_size
 
     def is_token(one: Any) -> bool:
@@ -414,12 +414,12 @@ def all_end_ids(model: LanguageModel, request: Request) -> tuple[int, ...]:
 
 
 def check_request(model: LanguageModel, request: Request, capacity: int | None = None) -> int:
-    """The tokens that a row may generate: `max_new_tokens`, within the model's positions and within
-    `capacity`, the cache positions of a row, if given.
+    """Checks a request and returns the number of tokens that it may generate: `max_new_tokens`,
+    limited by the model's positions and by `capacity`, the cache positions of a row, if given.
 
     Raises:
-        UserError: an empty prompt, one that leaves no room for a token or holds an id that is no
-            token, a sampler that is not calibrated, a budget below one, or too many end tokens.
+        UserError: a prompt that is empty, too long or has an invalid token id, a sampler that is
+            not calibrated, a budget below one, or too many end tokens.
     """
     prompt, positions = len(request.prompt), model.config.max_positions
     if prompt == 0:

@@ -1,7 +1,7 @@
 """Scores of given texts: the metrics of each token.
 
-Nothing is generated. A long text is read in segments of bounded length that overlap, and a segment
-in chunks, so memory does not grow with the text.
+A long text is read in overlapping segments of bounded length, and a segment in chunks, so memory
+does not grow with the text.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,10 +51,10 @@ _classify = jax.jit(jax.vmap(classify, in_axes=(0, None, 0)))
 class ScoredToken:
     """One token of a given text, and the metrics of the distribution before it.
 
-    Entropies are in bits, varentropies in bits^2, `logprob`, the token's own, in nats. `context` is
-    how many tokens the model saw before it. `text` is what the token completes. `top`, [token id,
-    text, probability] of the most likely tokens, and `layers`, the attention entropy of each layer
-    and head, are None unless recorded.
+    Entropies are in bits, varentropies in bits^2, the token's `logprob` in nats. `context` is the
+    number of tokens before it that the model saw. `text` is the text that the token completes.
+    `top`, [token id, text, probability] of the most likely tokens, and `layers`, the attention
+    entropy of each layer and head, are None unless recorded.
     """
 
     position: int
@@ -91,14 +91,14 @@ def score_tokens(
     context: int | None = None,
     recording: Recording | None = None,
 ) -> Iterator[ScoredToken]:
-    """Reads a text and scores each token but the first.
+    """Reads a text and scores each token except the first.
 
     Args:
-        sampler: whose bounds define the regimes, and whose metrics are measured. Its loop guard
-            plays no part: it is about text that the model wrote.
-        context: most tokens that the model sees at once, by default 1024 or as many as it has
-            positions. A longer text is read in segments that begin half that number before the
-            tokens to be measured.
+        sampler: defines the regimes and the metrics. Its loop guard is not used, because it
+            concerns generated text.
+        context: maximum number of tokens that the model sees at once, by default 1024 or the
+            model's positions if fewer. A longer text is read in segments that begin half that
+            number before the measured tokens.
 
     UserError if there are fewer than two tokens, the model lacks the context, or logits are NaN or
     infinite.
@@ -155,8 +155,8 @@ def score_tokens(
 def check_context(
     model: LanguageModel, context: int | None, *, least: int = 2, usual: int = _CONTEXT
 ) -> int:
-    """How many tokens the model sees at once, at most. UserError if they are fewer than `least`, or
-    more than its positions."""
+    """Returns the maximum number of tokens that the model sees at once. UserError if it is less
+    than `least` or more than the model's positions."""
     positions = model.config.max_positions
     if context is None:
         return min(usual, positions)
@@ -170,8 +170,8 @@ def check_context(
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens to read. Scored are, from after the token `first` on, the text's own tokens and after
-    its end each of `lasts`."""
+    """Tokens to read. After the token `first` the text's own tokens are scored, and after its end
+    each of `lasts`."""
 
     tokens: Sequence[int]
     lasts: Sequence[int]
@@ -207,15 +207,15 @@ def split(text: Sequence[int], context: int, where: str = "") -> list[Text]:
 
 @dataclass(frozen=True)
 class TextReader:
-    """Reads texts, and measures with a sampler what it has metrics for."""
+    """Reads texts and measures the metrics of a sampler."""
 
     model: LanguageModel
     sampler: CalibratedSampler | None = None
     recording: Recording = _NOTHING
 
     def read(self, texts: Sequence[Text], batch: int) -> Iterator[tuple[int, int, Scores]]:
-        """Reads at most `batch` texts side by side. Yields for each part of a text its number, the
-        index of the part's first token, and the scores after each of its tokens.
+        """Reads at most `batch` texts in parallel. For each part of a text, yields the text's
+        index, the index of the part's first token, and the scores after each of its tokens.
         UserError if logits are NaN or infinite."""
         config, done = self.model.config, 0
         position_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim
@@ -235,7 +235,7 @@ class TextReader:
             done += len(alike)
 
     def read_whole(self, texts: Sequence[Text], batch: int) -> Iterator[tuple[int, Scores]]:
-        """Reads texts as `read`, and yields the scores of each whole text."""
+        """Reads texts like `read`, and yields the scores of each whole text."""
         parts: list[list[Scores]] = [[] for _ in texts]
         for number, at, scores in self.read(texts, batch):
             parts[number].append(scores)

@@ -1,9 +1,9 @@
-"""Search over whole texts: several continuations of one prompt, of which one is chosen.
+"""Search over whole texts: generates several continuations of a prompt and chooses one.
 
-A method says where a continuation forks, into how many, and how the answer is chosen. All
-continuations of a prompt count as if they advanced in step: forks are decided position by position,
-in the order of the rows. So neither the batch nor the pace of the device changes a search, although
-rows run ahead of each other.
+A method defines where a continuation forks, the number of branches, and the choice of the answer.
+Forks are decided position by position, in the order of the rows, as if all continuations advanced
+in step. So neither the batch nor the device's timing changes a search, although rows run ahead of
+each other.
 
 DTS: arXiv 2511.00640. EAGer: arXiv 2510.11170. Self-consistency: Wang et al. 2022.
 """
@@ -37,13 +37,13 @@ Extract = Callable[[str], str | None]  # the answer in a text
 
 @dataclass(frozen=True)
 class Method:
-    """How the continuations of a prompt come about, and how one of them is chosen.
+    """Rules for forking the continuations of a prompt and for choosing one of them.
 
     Attributes:
-        forks_at: a token at which a continuation forks. None: all begin at the prompt, with random
-            numbers of their own.
-        width: tokens that a fork continues with: the chosen one, and the most likely others. 0: as
-            many as the budget allows.
+        forks_at: whether a continuation forks at a token. None: all begin at the prompt, with their
+            own random numbers.
+        width: number of tokens that a fork continues with: the chosen one and the most likely
+            others. 0: as many as the budget allows.
         choice: "vote" (the most frequent answer), "likeliest" (the highest mean log-probability),
             "surest" (the highest of the lowest group confidences), or "first" (the continuation
             that ends first; the others are then cancelled).
@@ -97,7 +97,7 @@ def find_method(name: str) -> Method:
     """Returns a method by its name.
 
     Raises:
-        UserError: there is none of that name.
+        UserError: unknown name.
     """
     if name not in METHODS:
         raise UserError(f"no method '{name}'{nearest(name, [*METHODS])}")
@@ -123,7 +123,7 @@ def recording_for(method: Method, forks: int, *, check: bool = False) -> Recordi
 
 @dataclass(frozen=True)
 class Fork:
-    """`row` parted from `parent` at a position, with another token. Rows are indices."""
+    """`row` diverged from `parent` at a position, with another token. Rows are indices."""
 
     row: int
     parent: int
@@ -137,10 +137,10 @@ class Outcome:
 
     Attributes:
         rows: the continuations, in the order in which they began.
-        forks: how they came about.
+        forks: the forks that made them.
         chosen: the index of the chosen one.
-        answer: of the chosen one; None if it has none, or if nothing extracts answers.
-        votes: how many continuations give each answer, the most frequent first.
+        answer: of the chosen one; None without an answer or an `extract` function.
+        votes: number of continuations for each answer, the most frequent first.
         forwards: token positions that were evaluated, shared ones once.
     """
 
@@ -176,11 +176,11 @@ class Outcome:
 
 @dataclass(eq=False)
 class Search:
-    """One prompt's search. Its rows carry it as their requests' `tag`.
+    """The search of one prompt. It is the `tag` of its rows' requests.
 
     Attributes:
         request: of the first continuation; `tag` is the caller's.
-        forks: most continuations.
+        forks: maximum number of continuations.
     """
 
     request: Request
@@ -195,7 +195,7 @@ class Search:
     _random: Random = field(default_factory=Random)
 
     def begin(self) -> list[Row]:
-        """Returns the rows to hand to the engine."""
+        """Returns the rows for the engine to run."""
         number = self.forks if self.method.forks_at is None else 1
         request = replace(self.request, tag=self)
         ids = [request.row_id, *(f"{request.row_id}.{i}" for i in range(1, number))]
@@ -203,7 +203,7 @@ class Search:
         return [*self.rows]
 
     def advance(self, engine: Engine) -> bool:
-        """Decides what the tokens so far allow to decide. Returns whether the search has ended."""
+        """Decides the forks that the tokens so far determine. Returns whether the search ended."""
         while self._first is None and self._is_known():
             ended = (i for i, row in enumerate(self.rows) if self._ends_here(row))
             if self._ends_early and (first := next(ended, None)) is not None:
@@ -244,12 +244,12 @@ class Search:
 
     @property
     def _ends_early(self) -> bool:
-        """Whether the first continuation that ends is the answer. Not while forks are counted."""
+        """Whether the first continuation that ends is the answer. False while forks are counted."""
         return self.method.choice == "first" and not (self.method.is_random and self._picks is None)
 
     def _is_known(self) -> bool:
-        """Whether every row has its token at the current position, or has ended, and one
-        has it."""
+        """Whether every row has a token at the current position or has ended; at least one has
+        it."""
         has_it = [len(row.tokens) > self._at for row in self.rows]
         ended = (row.finish_reason is not None for row in self.rows)
         return any(has_it) and all(map(max, has_it, ended))
@@ -270,8 +270,8 @@ class Search:
         return [i for i, token in tokens if forks_at and forks_at(self.request, token)]
 
     def _may_fork(self, row: Row) -> bool:
-        """Whether a continuation has a token at the current position, chosen by the model, and
-        can be taken up there. Within a text that was committed at once it cannot."""
+        """Whether a continuation has a model-chosen token at the current position and can be forked
+        there. It cannot within a text that was committed at once."""
         at, tokens = self._at, row.tokens
         if len(tokens) <= at or tokens[at].action in _FORCED or tokens[at].top is None:
             return False
@@ -291,8 +291,8 @@ class Search:
             self.rows.append(fork)
 
     def _begin_again(self, engine: Engine) -> None:
-        """Begins the random search, now that it is known how often the method forks: as often, at
-        tokens that are drawn from the length of the first continuation."""
+        """Begins the random search once the method's number of forks is known: the same number, at
+        tokens drawn from the length of the first continuation."""
         crossings = len({(fork.parent, fork.position) for fork in self.made})
         length = len(self.rows[0].tokens)
         self._random.seed(f"{self.request.seed}:{self.request.row_id}")
@@ -325,7 +325,7 @@ class Search:
 
 
 def run_searches(engine: Engine, searches: Iterable[Search]) -> Iterator[Search]:
-    """Runs searches side by side, and yields each when it has ended."""
+    """Runs searches in parallel, and yields each when it has ended."""
     source = (row for search in searches for row in search.begin())
     for event in engine.run(source):
         search: Search = event.row.request.tag
@@ -343,8 +343,8 @@ def search(
     check: bool = False,
     on_engine: Callable[[Engine], Any] = lambda engine: None,
 ) -> Outcome | None:
-    """Runs the search of one prompt with at most `forks` continuations. `on_engine` is given the
-    engine, so that it can be stopped: then there is no outcome.
+    """Runs the search of one prompt with at most `forks` continuations. `on_engine` gets the
+    engine, so that it can be stopped. A stopped search returns None.
 
     Raises:
         UserError: see `check_request`; a vote without `extract`; or too little memory.

@@ -1,4 +1,4 @@
-"""Slots of a batch: `insert` puts a row into one, whatever the other slots hold."""
+"""Slots of a batch: `insert` puts a row into one, independently of the other slots."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -40,8 +40,7 @@ Value = jax.Array | np.ndarray | np.generic
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the slots and lanes of a batch are: each data shard has its slots first, then its
-    lanes."""
+    """Positions of slots and lanes: each data shard has its slots first, then its lanes."""
 
     slots: int
     lanes: int  # of each shard
@@ -61,7 +60,7 @@ class Layout:
 
 @struct.dataclass
 class Arrival:
-    """A row to insert; its fields but `cached` and `tally` are those of a `DecodeState`."""
+    """A row to insert. Its fields except `cached` and `tally` are those of a `DecodeState`."""
 
     history: Value  # int32 [S], prompt and tokens so far, then forced ones, then padding
     confidences: Value  # float32 [S], of the tokens so far, nats
@@ -106,7 +105,7 @@ def empty_slots(
 
 
 def emptied(state: DecodeState) -> DecodeState:
-    """The slots without rows, and the lanes without branches; what they have cached stays."""
+    """Returns the state with the rows and branches removed. Cached tokens stay."""
     fork = replace(state.fork, branch=jnp.full_like(state.fork.branch, -1))
     return replace(state, fork=fork, status=jnp.full_like(state.status, STOPPED))
 
@@ -130,7 +129,7 @@ def lanes_for(sampler: CalibratedSampler) -> int:
 
 
 def widen(state: DecodeState, layout: Layout, lanes: int) -> DecodeState:
-    """The same rows with more lanes in each shard."""
+    """Returns the rows with more lanes in each shard."""
     wide, new = replace(layout, lanes=lanes), lanes - layout.lanes
 
     def pad(rows: jax.Array) -> jax.Array:
@@ -151,10 +150,10 @@ def widen(state: DecodeState, layout: Layout, lanes: int) -> DecodeState:
 
 
 def padded_ids(ids: Sequence[int]) -> np.ndarray:
-    """End tokens as int32 [E], so that their number compiles nothing; -1 matches none.
+    """Returns end tokens as int32 [E] of fixed size; -1 matches no token.
 
     Raises:
-        UserError: more of them than there is room for.
+        UserError: too many end tokens.
     """
     if len(ids) > _MAX_EOS:
         raise UserError(f"there are {len(ids)} end tokens, at most {_MAX_EOS} are possible")
@@ -173,8 +172,8 @@ def fresh_tally(mechanisms: tuple[Mechanism, ...]) -> Tally:
 def insert(
     state: DecodeState, number: jax.Array, row: Arrival, *, mechanisms: tuple[Mechanism, ...]
 ) -> DecodeState:
-    """Makes `row` the row `number`, where no mechanism goes back beyond its text so far, and frees
-    the lanes of the one before. The state is donated; the mechanisms are static."""
+    """Inserts `row` as row `number` and frees the lanes of the row before. No mechanism goes back
+    beyond its text so far. The state is donated; the mechanisms are static."""
 
     def put(rows: jax.Array, one: Value) -> jax.Array:
         return rows.at[number].set(jnp.asarray(one, rows.dtype))
@@ -207,7 +206,7 @@ def share_prefix(
     state: DecodeState, source: jax.Array, target: jax.Array, count: jax.Array
 ) -> DecodeState:
     """Copies the first `count` cached tokens of slot `source` to slot `target`, whose text begins
-    with the same. The state is donated."""
+    with the same tokens. The state is donated."""
     target = local_index(target, state.status.shape[0])
     if in_shard():
 

@@ -1,4 +1,4 @@
-"""The state of a batch while it decodes, and what is recorded of each step."""
+"""The state of a batch while it decodes, and the record of each step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -58,10 +58,10 @@ class Fork:
 
 @struct.dataclass
 class DecodeState:
-    """A batch while it decodes: the rows in its slots, then its lanes, P in all.
+    """State of a batch while it decodes: rows in slots, then lanes, P in all.
 
     A row's entire state lives in its slot, its sampler settings and end tokens included, so rows
-    are independent. `history` is each row's text; the cache holds all of it but the last token,
+    are independent. `history` is each row's text. The cache has all of it except the last token,
     which the next step reads.
     """
 
@@ -139,7 +139,7 @@ class Joined:
 
 @struct.dataclass
 class StepRecord:
-    """What one step did to each row; [P] fields, or [steps, P] from a loop. [B] without lanes."""
+    """A step's effect on each row; [P] fields, or [steps, P] from a loop. [B] without lanes."""
 
     live: jax.Array  # bool: the row was running; else the fields up to `unsound` mean nothing
     position: jax.Array  # int32, of the token
@@ -173,7 +173,7 @@ def init_state(
     lanes: int = 0,
     shards: int = 1,
 ) -> DecodeState:
-    """Rows whose prompts are known and not yet cached, and which ask the host for nothing.
+    """Returns the state of rows with uncached prompts and no hooks.
 
     Args:
         prompts: each of 1 to `capacity` token ids; with its budget it must fit into `capacity`. A

@@ -1,6 +1,6 @@
 """The trace of a run: JSON Lines, a header, one object for each token, a footer.
 
-The same run gives the same bytes, but for the timings in the footer.
+The same run gives the same bytes, except for the timings in the footer.
 """
 
 import json
@@ -25,7 +25,7 @@ from entropix_jax.version import __version__
 
 @dataclass(frozen=True, slots=True)
 class BranchRecord:
-    """One branch that was rolled out. `score` is None where its logits became NaN or infinite."""
+    """One branch that was rolled out. `score` is None if its logits became NaN or infinite."""
 
     tokens: list[int]
     text: str
@@ -38,16 +38,16 @@ class TokenRecord:
     """One committed token. Entropies are in bits, varentropies in bits^2, log-probabilities in
     nats.
 
-    `text` is what the token completes, so that a row's texts, joined, are the row's text (including
-    the stop string that ended it); it is empty in the middle of a character and for control tokens.
-    `forwards` counts the token positions of the row that were evaluated beyond its prompt when the
-    token was chosen. `top`, [token id, text, probability] of the most likely tokens, and `layers`,
-    the attention entropy of each layer and head, in lists or as float32 [L, N] (see
-    `Recording.raw_layers`), are None unless recorded. `branches`, all branches
-    that were rolled out, and `ambiguous`, whether the two best scores were within the margin and
-    their texts differ, are None except on the first token of a branch. `chosen` is
-    True on a token that the reader chose, else None. `state`, the sampler's after
-    the token, of one row, is None unless recorded, and not part of a trace.
+    `text` is the text that the token completes: a row's texts, joined, are the row's text
+    (including the stop string that ended it). It is empty in the middle of a character and for
+    control tokens. `forwards` counts the token positions of the row that were evaluated beyond its
+    prompt when the token was chosen. `top`, [token id, text, probability] of the most likely
+    tokens, and `layers`, the attention entropy of each layer and head, in lists or as float32 [L,
+    N] (see `Recording.raw_layers`), are None unless recorded. `branches`, all branches that were
+    rolled out, and `ambiguous`, whether the two best scores were within the margin and their texts
+    differ, are None except on the first token of a branch. `chosen` is True on a token that a
+    person chose, else None. `state`, the sampler's state after the token, for one row, is None
+    unless recorded, and not part of a trace.
     """
 
     row: int
@@ -169,7 +169,7 @@ class TraceWriter:
         """Adds one object.
 
         Raises:
-            UserError: the file cannot take it (a full disk, say).
+            UserError: the file cannot be written (a full disk, for example).
         """
         try:
             self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
