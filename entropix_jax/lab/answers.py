@@ -1,4 +1,4 @@
-"""A model's own answers to a list of prompts: the metrics of their tokens, for a calibration."""
+"""Metrics of a model's own answers to a list of prompts, for calibration."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read_prompts(path: Path) -> list[Item]:
     """Reads prompts from a file: one per line of a .txt file, else the records of `batch`.
 
     Raises:
-        UserError: the file cannot be read, holds no prompt, or has an invalid record.
+        UserError: the file cannot be read, contains no prompt, or has an invalid record.
     """
     if path.suffix.lower() == ".txt":
         lines = enumerate(read_text(path).removeprefix("\ufeff").split("\n"), 1)
@@ -50,7 +50,7 @@ def read_prompts(path: Path) -> list[Item]:
 def measure_answers(
     model: LanguageModel, prompts: Sequence[Item], seed: int, on_answer: Callable[[], None]
 ) -> dict[str, np.ndarray]:
-    """Answers prompts in one batch, and measures the distribution of each token. Calls `on_answer`
+    """Answers prompts in one batch and measures the distribution of each token. Calls `on_answer`
     after each answer.
 
     Returns:

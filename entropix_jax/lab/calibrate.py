@@ -110,7 +110,7 @@ def _print_quantiles(calibration: Any) -> None:
 
 
 def _check_output(output: Path, arguments: Arguments) -> None:
-    """Refuses (UserError) an output that cannot be written or would overwrite an input."""
+    """Raises UserError if the output cannot be written or would overwrite an input."""
     if output.suffix != ".json":
         raise UserError(f"--output {output}: the name of a calibration file must end in .json")
     check_writable(output)

@@ -61,8 +61,8 @@ def run_study(plan: Callable[[Calibrate], Sweep], options: StudyOptions) -> int:
 
     Args:
         plan: returns the sweep, given a function that calibrates a sampler for the model. The model
-            is loaded on the first call of that function, so most mistakes in a sweep are reported
-            before.
+            is loaded on the first call of that function, so most errors in a sweep are reported
+            before that.
 
     Raises:
         UserError: any error that a user can fix.

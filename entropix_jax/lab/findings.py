@@ -37,20 +37,20 @@ _MEANS = (SCORE, "perplexity", "distinct_1", "distinct_2", "repetition")  # over
 class Findings:
     """The results of a study.
 
-    The rows of each frame are in the study's order. An `estimate` is an `Interval`. The task of all
-    scored tasks together, if there are several, is `ALL`, the first one.
+    The rows of each frame are in the study's order. An `estimate` is an `Interval`. If there are
+    several scored tasks, the task `ALL` stands for all of them and comes first.
 
     Attributes:
         rows: the frame of `results.read_results`.
         baselines: the settings that the others are compared with.
         sizes: numbers of samples for one answer.
-        free: tasks of free text, without votes.
+        free: tasks with free text, without votes.
         overall: `ALL`, or the only scored task; None without one.
         means: by setting, of each measure over all texts.
         costs: task, setting, tokens, forwards and seconds_per_token.
         values: task, setting, measure, estimate. `compared` marks the measures that a task is
             compared by: its score, or all its measures if it has none.
-        differences: task, baseline, setting, measure, estimate, verdict. Those of a task and
+        differences: task, baseline, setting, measure, estimate, verdict. Intervals of one task and
             baseline are joint.
         scores: by setting, over the scored tasks: forwards, averaged like the score, and the
             estimate at_equal_forwards, over majority votes of the first baseline, or None.
@@ -79,8 +79,8 @@ class Findings:
         return [*self.rows["setting"].unique()]
 
     def to_json(self) -> dict[str, Any]:
-        """The frames of figures as lists of records. An estimate is `{value, low, high}`; a figure
-        that no text has is null."""
+        """Returns the frames as lists of records. An estimate is `{value, low, high}`; a missing
+        figure is null."""
         frames = {
             "costs": self.costs,
             "values": self.values,
@@ -98,8 +98,7 @@ class Findings:
 
 
 class _Sums:
-    """Rows summed over seeds: parts and wholes of each measure by setting and item. A mean is the
-    parts over the wholes."""
+    """Rows summed over seeds: numerators and denominators of each measure by setting and item."""
 
     def __init__(self, rows: pd.DataFrame, free: Collection[str]) -> None:
         self.rows = rows.assign(place=rows.groupby(["task", "item"], sort=False).ngroup())
@@ -136,7 +135,7 @@ class _Sums:
         self._parts, self._wholes = parts, wholes
 
     def measures(self, task: str) -> list[str]:
-        """The measures that a task's texts have: its own ones first."""
+        """Returns the measures of a task's texts, the task's own ones first."""
         rows = self.rows[self.rows["task"] == task]
         wholes = self._chosen(self._wholes, [task]).any()
         return [
@@ -186,8 +185,8 @@ def analyse(
     Args:
         rows: ordered by item, then setting, then seed.
         votes: by the task's name, whether a majority of its answers is meaningful.
-        baselines: the settings that the others are compared with by task; the first one also by
-            several of its samples at equal forwards.
+        baselines: the settings that the others are compared with by task; the first one is also
+            compared at equal forwards, with votes of several samples.
         sizes: numbers of samples for one answer, ascending from 1.
         watched: the settings whose predictors of errors are evaluated.
         tuned: see `Findings`.
@@ -233,7 +232,7 @@ def analyse(
 def _compare(
     sums: _Sums, name: str, tasks: Sequence[str], baselines: Sequence[str]
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Values of one task, or of all scored ones together, and differences from each baseline."""
+    """Returns values of one task, or of all scored tasks, and differences from each baseline."""
     scored = tasks[0] in sums.scored
     # Texts of unlike tasks are not put together.
     measures = sums.measures(name) if len(tasks) == 1 else []
@@ -269,8 +268,8 @@ def _compare(
 
 
 def _answers(rows: pd.DataFrame, free: Collection[str], sizes: Sequence[int]) -> pd.DataFrame:
-    """Scores and forwards of k samples put to one answer, by setting, kind and k; columns are
-    (score or forwards, item). Without votes, every k of a vote is a single sample."""
+    """Returns scores and forwards of one answer from k samples, by setting, kind and k; columns are
+    (score or forwards, item). Without votes, a vote of any k is a single sample."""
     found = []
     rows = rows.assign(
         answer=rows["answer"].replace({np.nan: None}),
@@ -318,15 +317,15 @@ def compare_searches(
     curve: Sequence[str],
     pairs: Sequence[tuple[str, str]],
 ) -> pd.DataFrame:
-    """Compares settings at equal forward passes with a curve of other settings, interpolated
-    linearly between their costs, and pairs of settings with each other by these differences. The
-    mean over the scored tasks.
+    """Compares settings with a curve of other settings at equal forward passes, interpolated
+    linearly between their costs, and compares pairs of settings by these differences, averaged over
+    the scored tasks.
 
     Args:
         rows: as in `analyse`.
         votes: by the task's name, whether a majority of its answers is meaningful.
-        curve: settings of rising costs, such as votes of more and more samples.
-        pairs: settings of which the first is compared with the second.
+        curve: settings in ascending order of cost, such as votes of more and more samples.
+        pairs: pairs of settings; the first is compared with the second.
 
     Returns:
         setting, forwards, score and difference, an `Interval`. All intervals are joint (max-t).
@@ -373,7 +372,7 @@ def _several(
 
 
 def _predictors(sums: _Sums, watched: Sequence[str]) -> pd.DataFrame:
-    """Predictors of errors over all scored tasks and within each."""
+    """Returns predictors of errors over all scored tasks and within each."""
     predictors = []
     rows = sums.rows[sums.rows["task"].isin(sums.scored) & sums.rows["mean_entropy"].notna()]
     for setting in watched:

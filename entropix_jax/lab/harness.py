@@ -58,8 +58,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _with_defaults(arguments: list[str]) -> list[str]:
-    """Adds the default model and batch size, unless the arguments, or their file of settings, have
-    them. No arguments stay none, which prints the help."""
+    """Adds the default model and batch size, unless the arguments or their settings file have them.
+    Empty arguments stay empty, which prints the help."""
     names = {argument.partition("=")[0] for argument in arguments}
     if arguments and names.isdisjoint({"--model", "-M"}):
         arguments = ["--model", "entropix_jax", *arguments]

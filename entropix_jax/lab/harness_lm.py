@@ -54,9 +54,9 @@ _USED = {"until", "max_gen_toks", "max_new_tokens", "max_tokens", "max_completio
 class EntropixLM(TemplateLM):  # type: ignore[misc] # the harness has no types
     """A model with a sampler.
 
-    The sampler draws the tokens. A task's `temperature`, `do_sample` and the like are ignored, and
-    logged. The random numbers of a request come from the seed and its context, so its text depends
-    neither on the order of the requests nor on the batch. Log-likelihoods are those of the model,
+    The sampler draws the tokens. A task's `temperature`, `do_sample` and similar arguments are
+    ignored and logged. A request's random numbers depend on the seed and its context, so its text
+    depends neither on the order of requests nor on the batch. Log-likelihoods are the model's,
     without a sampler.
     """
 
@@ -76,13 +76,13 @@ class EntropixLM(TemplateLM):  # type: ignore[misc] # the harness has no types
         """Loads the model.
 
         Args:
-            pretrained: a model as `load` takes it.
+            pretrained: a model, see `load`.
             sampler: a preset's name, or a file that ends in .toml.
             dtype: dtype of the weights in memory; None or "auto" is the checkpoint's.
             batch_size: rows in parallel, or "auto": as many as fit into memory, at most 64.
             max_length: size of the context window in tokens (default: the model's positions).
             max_gen_toks: maximum number of new tokens for tasks without their own.
-            max_batch_size, device: unused. The harness's command always gives them.
+            max_batch_size, device: unused. The harness's command always passes them.
             settings: `sampler.KEY` changes a setting of the sampler.
 
         Raises:
@@ -158,7 +158,7 @@ class EntropixLM(TemplateLM):  # type: ignore[misc] # the harness has no types
         return self.model.tokenizer.render_chat(chat_history)
 
     def get_model_info(self) -> dict[str, Any]:
-        """Returns what a file of results records of the model besides its arguments."""
+        """Returns the description of the model in result files, besides its arguments."""
         return {
             "entropix_jax_version": __version__,
             "model_folder": str(self.model.folder),

@@ -1,4 +1,4 @@
-"""Log-likelihoods of many continuations at once."""
+"""Log-likelihoods of many continuations in one batch."""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -24,7 +24,7 @@ def log_likelihoods(
     Yields, in any order, the index of a pair, the log-probability of its continuation in nats, and
     whether each token of it is the most likely one. Pairs that differ only in their last tokens are
     read once. An empty continuation has probability 1. A pair keeps its last `context` + 1 tokens,
-    by default as many as the model has positions. At most `batch` texts are read in parallel.
+    by default as many as the model has positions. At most `batch` texts run in parallel.
 
     Raises:
         UserError: an empty context, a continuation longer than `context`, or NaN or infinite

@@ -1,4 +1,4 @@
-"""The Markdown page of a study's findings, `summary.md`."""
+"""Formats a study's findings as a Markdown page, `summary.md`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _NAMES = {
 
 
 def format_name(measure: str) -> str:
-    """A measure's name in headings."""
+    """Formats a measure's name for headings."""
     return _NAMES.get(measure, measure.replace("_", " "))
 
 
 def format_table(table: pd.DataFrame) -> str:
-    """A Markdown table without the index; pipes and line breaks in cells are escaped."""
+    """Formats a Markdown table without the index. Escapes pipes and line breaks in cells."""
 
     def cell(value: Any) -> str:
         return str(value).replace("|", "\\|").replace("\n", " ")
@@ -39,7 +39,7 @@ def format_table(table: pd.DataFrame) -> str:
 
 
 def format_page(findings: Findings, about: Mapping[str, Any]) -> str:
-    """The page. `about` describes the run: JSON values by name."""
+    """Formats the page. `about` describes the run: JSON values by name."""
     described = (
         f"- {name}: {_describe(value)}" for name, value in about.items() if name != "description"
     )
@@ -62,7 +62,7 @@ def format_searches(found: pd.DataFrame, curve: Sequence[str]) -> str:
 
 
 def _describe(value: Any) -> str:
-    """A JSON value as one line."""
+    """Formats a JSON value as one line."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {part}" for name, part in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -84,7 +84,7 @@ def _sections(findings: Findings) -> Iterator[str]:
 
 
 def _spread(frame: pd.DataFrame, column: str, cell: Callable[[Any], str] = str) -> pd.DataFrame:
-    """The estimates of a frame as a table of settings by the values of a column."""
+    """Pivots the estimates of a frame to a table of settings by the values of a column."""
     cells = frame.assign(estimate=frame["estimate"].map(cell))
     table = cells.pivot(index="setting", columns=column, values="estimate")
     table = table.reindex(index=frame["setting"].unique(), columns=frame[column].unique())
@@ -92,7 +92,7 @@ def _spread(frame: pd.DataFrame, column: str, cell: Callable[[Any], str] = str) 
 
 
 def _difference(interval: Interval | None) -> str:
-    """A difference with its interval, and its direction where it is significant."""
+    """Formats a difference with its interval, and its direction if it is significant."""
     if interval is None or not (text := str(interval)):
         return ""
     text = f"{interval.value:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
@@ -100,7 +100,7 @@ def _difference(interval: Interval | None) -> str:
 
 
 def _tasks(findings: Findings) -> Iterator[str]:
-    """Scores, and measures by task: of a scored one its own, and the diversity of its samples."""
+    """Formats scores, and measures by task: a scored task's own, and its samples' diversity."""
     values = findings.values
     hidden = [name for name in TEXT_MEASURES if name != SELF_BLEU]
     measures = values[
@@ -177,7 +177,7 @@ def _scores(findings: Findings) -> Iterator[str]:
 
 
 def _several(findings: Findings) -> Iterator[str]:
-    """All kinds over all tasks, and of the most samples by task."""
+    """Formats all kinds over all tasks, and those with the most samples by task."""
     several = findings.several
     cells = [
         f"{estimate} ({forwards:.0f})"
@@ -207,7 +207,7 @@ def _several(findings: Findings) -> Iterator[str]:
 
 
 def _shares(findings: Findings) -> Iterator[str]:
-    """Tables of regimes, actions and finish reasons."""
+    """Formats tables of regimes, actions and finish reasons."""
     rows = findings.rows.groupby("setting", sort=False)
     sums, tokens = rows.sum(numeric_only=True), rows["tokens"].sum()
     yield "## Regimes"

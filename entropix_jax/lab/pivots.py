@@ -144,9 +144,9 @@ def make_engine(model: LanguageModel, questions: Sequence[Question], slots: int)
 def measure(
     model: LanguageModel, engine: Engine, questions: Sequence[Question], store: Store
 ) -> Iterator[int]:
-    """Answers the questions without a result in the store, replaces each token of the answers, and
-    stores the tokens. Yields the number of results in the store after each answer. A question that
-    cannot be answered has a result without tokens."""
+    """Answers the questions without a stored result, replaces each token of the answers, and stores
+    the tokens. Yields the number of stored results after each answer. A question that cannot be
+    answered gets a result without tokens."""
     from entropix_jax.batch.records import Record, content_hash
     from entropix_jax.engine.preparation import calibrate_sampler
     from entropix_jax.engine.results import Request
@@ -230,7 +230,7 @@ class _Answer:
 
 def summarise(path: Path) -> str:
     """Returns a Markdown table of the AUROC of each predictor, with 95 % intervals, and of its
-    difference from entropy alone. A label that all tokens of a task have, or none, is left out."""
+    difference from entropy alone. Labels that all or no tokens of a task have are omitted."""
     import pandas as pd
 
     answers = pd.read_json(path, lines=True)

@@ -22,7 +22,7 @@ _MAX_HEIGHT = 400.0  # inches; matplotlib limits a PNG to 2^16 rows of pixels
 
 
 def draw_plots(findings: Findings, folder: Path) -> list[str]:
-    """Draws all plots that the findings have data for, and returns their names without suffixes.
+    """Draws the plots for which the findings have data, and returns their names without suffixes.
 
     The folder is created if it is missing.
 
@@ -74,8 +74,8 @@ def _legend(axes: Any) -> None:
 
 
 def error_bars(scores: Sequence[Interval]) -> list[list[float]]:
-    """Lengths [2, n] of the error bars, down and up. A percentile interval need not contain the
-    value, so they are clipped at 0."""
+    """Returns the lengths [2, n] of the error bars, down and up, clipped at 0 because a percentile
+    interval need not contain the value."""
     return [
         [max(s.value - s.low, 0.0) for s in scores],
         [max(s.high - s.value, 0.0) for s in scores],
@@ -153,7 +153,7 @@ def _differences(findings: Findings, folder: Path) -> list[str]:
 
 
 def _forest(axes: Any, differences: pd.DataFrame) -> None:
-    """Filled where the difference is significant."""
+    """Draws points, filled if the difference is significant."""
     axes.axvline(0, color="#000000", linewidth=0.8)
     for place, (over, verdict) in enumerate(
         zip(differences["estimate"], differences["verdict"], strict=True)

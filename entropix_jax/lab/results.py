@@ -56,8 +56,8 @@ def read_results(path: Path, ids: Iterable[str]) -> pd.DataFrame:
 
 
 def results_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """The frame of stored results: `COLUMNS`; a column for each further action and varied key; two
-    for each measure of a task, part and whole; and the objects `varied` and `measures`."""
+    """Returns the frame of stored results: `COLUMNS`; a column for each further action and varied
+    key; numerator and denominator of each task's measures; the objects `varied` and `measures`."""
     frame = pd.DataFrame([_flatten(row) for row in rows], dtype=object)
     counts = [name for name in frame if name in _COUNTS or name.startswith("action_")]
     frame[counts] = frame[counts].fillna(0)
@@ -93,8 +93,8 @@ def write_results(frame: pd.DataFrame, path: Path) -> None:
 
 
 def write_scores(frame: pd.DataFrame, path: Path) -> None:
-    """Writes a line of CSV per trial with its score, costs and measures, which are reproducible:
-    without times, and without texts, which may quote a task's. UserError as `write_results`."""
+    """Writes a reproducible line of CSV per trial with its score, costs and measures, without
+    times, and without texts, which may quote a task's. UserError as for `write_results`."""
 
     def describe(own: Mapping[str, Sequence[float]]) -> str:
         return " ".join(f"{name}={part:g}/{whole:g}" for name, (part, whole) in own.items())

@@ -47,8 +47,8 @@ class Interval:
 class Bootstrap:
     """One set of resamples of items for all estimates, so that differences are paired.
 
-    Items are resampled within their tasks (strata), and tasks weigh the same whatever their number
-    of items. Percentile intervals (Efron and Tibshirani 1993, ch. 13).
+    Items are resampled within their tasks (strata). All tasks have the same weight. Percentile
+    intervals (Efron and Tibshirani 1993, ch. 13).
     """
 
     def __init__(self, strata: Sequence[int], *, resamples: int = RESAMPLES) -> None:
@@ -88,8 +88,8 @@ class Bootstrap:
     def resampled_over_curve(
         self, costs: Floats, curve: Floats, cost: Floats, scores: Floats
     ) -> tuple[float, Floats]:
-        """The difference of `scores[I]`, reached at `cost[I]` forward passes, from a curve at the
-        same cost, interpolated linearly and clamped at both ends, and that of each resample.
+        """Returns the difference between `scores[I]` at `cost[I]` forward passes and a curve at the
+        same cost (linear, clamped at both ends), and that of each resample.
 
         Args:
             costs, curve: [n, I], forward passes and scores of each item at n points of the curve.
@@ -101,7 +101,7 @@ class Bootstrap:
 
 
 def percentile_interval(value: float, resampled: Floats) -> Interval:
-    """The interval of a value between percentiles of its resamples; NaN ones are left out."""
+    """Returns the interval of a value between percentiles of its resamples, ignoring NaN."""
     known = resampled[~np.isnan(resampled)]
     if not len(known):
         return Interval(value, float("nan"), float("nan"))
@@ -111,7 +111,7 @@ def percentile_interval(value: float, resampled: Floats) -> Interval:
 
 
 def joint_intervals(values: Sequence[float], resampled: Floats) -> list[Interval]:
-    """Intervals of n estimates that in 95 % of studies contain all n true values.
+    """Returns intervals of n estimates that contain all n true values in 95 % of studies.
 
     value +- c * s, where s is the standard deviation of the value's resamples, and c the 95th
     percentile over resamples of the largest |resample - value| / s of the n: the max-t bootstrap
@@ -146,8 +146,8 @@ def joint_intervals(values: Sequence[float], resampled: Floats) -> list[Interval
 
 
 def auroc(scores: Floats, positive: NDArray[np.bool_]) -> float:
-    """The area under the ROC curve: the probability that a positive case scores higher than a
-    negative one, ties counting half (Mann-Whitney). NaN if one class is empty or a score is NaN."""
+    """Returns the area under the ROC curve: the probability that a positive case scores higher than
+    a negative one, with ties as half (Mann-Whitney). NaN if a class is empty or a score is NaN."""
     positives, negatives = int(positive.sum()), int((~positive).sum())
     if not positives or not negatives or np.isnan(scores).any():
         return float("nan")
@@ -159,7 +159,7 @@ def auroc(scores: Floats, positive: NDArray[np.bool_]) -> float:
 def auroc_interval(
     scores: Floats, positive: NDArray[np.bool_], items: NDArray[np.int64]
 ) -> Interval:
-    """The AUROC of rows, with a bootstrap over their items.
+    """Returns the AUROC of rows, with a bootstrap over their items.
 
     Resamples without both classes are left out; the interval is NaN if none has both.
     """

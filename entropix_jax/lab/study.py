@@ -1,7 +1,7 @@
 """A study: tunes samplers on one split, runs all settings on the other, and writes the results.
 
-A study lives in one folder and resumes from it: `tuning.jsonl` and `test.jsonl` grow row by row;
-the tables, plots and summary are made from them at the end.
+A study is stored in one folder and resumes from it: `tuning.jsonl` and `test.jsonl` grow row by
+row. Tables, plots and summary are made from them at the end.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Study:
             name: the model's name in the results.
 
         Raises:
-            UserError: an unknown task, two tasks of one name, or a folder that cannot be created.
+            UserError: an unknown task, two tasks with one name, or a folder that cannot be created.
         """
         self._model = model
         self._name = name
@@ -98,7 +98,7 @@ class Study:
             raise UserError(f"{folder}: the folder cannot be created: {error.strerror}") from None
 
     def stop(self) -> None:
-        """Asks the run to end after the current event. A signal handler may call it."""
+        """Requests the end of the run after the current event. Safe in a signal handler."""
         self._stopping = True
         if self._run is not None:
             self._run.stop()
@@ -177,7 +177,7 @@ class Study:
         settings: Sequence[Setting],
         watch: Callable[[str, int, Store, TrialRun], Any],
     ) -> pd.DataFrame | None:
-        """Runs the rows of a phase that have no result; None if that was stopped."""
+        """Runs the rows of a phase without a result; None if the run was stopped."""
         number = phase.rows * len(settings)
         self._run = run = TrialRun(
             self._model, settings, slots=self._slots, capacity=self._capacity
@@ -314,8 +314,8 @@ def _search(setting: Setting) -> dict[str, Any]:
 def _choose_best(
     rows: pd.DataFrame, name: str, group: Sequence[Setting]
 ) -> tuple[Setting, dict[str, Any]]:
-    """The candidate with the highest score; on a tie the cheaper, then the first. And its row of
-    `Findings.tuned`."""
+    """Returns the candidate with the highest score (on a tie the cheaper, then the first) and its
+    row of `Findings.tuned`."""
     items = rows.groupby(["setting", "task", "item"])[["score", "forwards"]].mean()
     scores = items["score"].groupby(["setting", "task"]).mean().groupby("setting").mean()
     costs = items["forwards"].groupby("setting").mean()
@@ -345,8 +345,8 @@ def _write_json(path: Path, content: Any) -> None:
 
 
 def checked_out_commit() -> str | None:
-    """The commit of the repository that the package runs from, with `-dirty` if tracked files have
-    changed. None for an installed package, or without Git."""
+    """Returns the commit of the repository that the package runs from, with `-dirty` if tracked
+    files have changed. None for an installed package, or without Git."""
     root = Path(__file__).parent.parent.parent
     git = shutil.which("git")
     if git is None or not (root / ".git").exists():

@@ -43,7 +43,7 @@ Calibrate = Callable[[Sampler], Sampler]  # resolves a sampler's percentiles for
 
 @dataclass(frozen=True)
 class ByTask:
-    """A number for each task, such as how many items a study takes: its own in `own`, else the
+    """A number per task, such as the number of items: the task's own in `own`, else the
     `default`."""
 
     default: int | None
@@ -76,8 +76,8 @@ NONE = ByTask(0)
 class Setting:
     """A named sampler, and the method that searches with it.
 
-    `forks` is the most continuations of a prompt. `varied` has the keys that a grid or a random
-    draw varies, with this setting's values.
+    `forks` is the maximum number of continuations of a prompt. `varied` has the keys that a grid or
+    a random draw varies, with this setting's values.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Candidates of each sampler to tune, the same number for all; the first is unchanged."""
+    """Candidates of each sampler to tune, equally many for all. The first is unchanged."""
 
     candidates: Mapping[str, tuple[Setting, ...]]  # by the sampler's name
     items: ByTask  # 0: all
@@ -149,7 +149,7 @@ def make_sweep(
 
 @contextmanager
 def _within(where: str) -> Iterator[None]:
-    """Errors begin with their place."""
+    """Prefixes errors with their place."""
     try:
         yield
     except UserError as error:
@@ -157,7 +157,7 @@ def _within(where: str) -> Iterator[None]:
 
 
 def find_sweep(name: str) -> Path:
-    """The path of a sweep file, given its path or the name of a shipped one.
+    """Returns the path of a sweep file, given its path or the name of a shipped one.
 
     Raises:
         UserError: there is no such sweep.
@@ -195,7 +195,7 @@ def name_tuned(sampler: str, candidates: Sequence[Setting]) -> str:
 
 def _shipped_ranges(sampler: Sampler, place: str) -> dict[str, Any]:
     """The shipped ranges of a sampler, else of the nearest one that it extends. Empty for a sampler
-    whose arms are all `argmax`: it has nothing to tune."""
+    whose arms are all `argmax`, which has nothing to tune."""
     if all(sampler.values[f"arms.{regime}"] == "argmax" for regime in REGIMES):
         return {}
     shipped = read_toml(resource_folder("configs") / _RANGES)
@@ -209,7 +209,7 @@ def _shipped_ranges(sampler: Sampler, place: str) -> dict[str, Any]:
 
 
 class _Table:
-    """A table of a sweep file. The getters refuse (UserError) what is not of their type."""
+    """A table of a sweep file. The getters raise UserError for a value of another type."""
 
     def __init__(self, values: Any, name: str, known: Sequence[str] = ()) -> None:
         if not isinstance(values, dict):

@@ -83,7 +83,7 @@ def read_questions(
     """Tokenizes `items` items of a split after the first `skip`, or all if that is 0.
 
     Raises:
-        UserError: no items, an invalid item, two items of one id, or an error in the task's code.
+        UserError: no items, an invalid item, two items with one id, or an error in the task's code.
     """
     if not isinstance(task.stop, tuple | list) or not all(isinstance(s, str) for s in task.stop):
         raise UserError(f"task '{task.name}': stop = {task.stop!r}: must be a tuple of texts")
@@ -148,7 +148,7 @@ def user_code(where: str) -> Iterator[None]:
 class Phase:
     """The questions and seeds of the tuning or the test run.
 
-    `most_seeds` is the number of the seeds, from the first on, that a task takes; 0: all.
+    `most_seeds` is the number of seeds of a task, from the first on; 0: all.
     """
 
     name: str
@@ -219,7 +219,7 @@ class TrialRun:
             on_event()
 
     def stop(self) -> None:
-        """Asks the run to end after the current event. A signal handler may call it."""
+        """Requests the end of the run after the current event. Safe in a signal handler."""
         self.engine.stop()
 
     def _calibrated(self, setting: Setting) -> CalibratedSampler:
@@ -261,7 +261,7 @@ class TrialRun:
 
 
 def make_result(trial: Trial, search: Search, seconds: float) -> dict[str, Any]:
-    """Scores the answer of a search that has ended; returns the result to store.
+    """Scores the answer of a finished search, and returns the result to store.
 
     Raises:
         UserError: the task's code fails, or returns an invalid answer, score or measure.

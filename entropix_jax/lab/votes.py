@@ -35,7 +35,7 @@ def vote(answers: Sequence[str | None], weights: Sequence[float] | None = None) 
 
 
 def rotate(samples: Sequence[T], k: int) -> list[list[T]]:
-    """Returns all runs of `k` consecutive samples, wrapping around: each sample begins one."""
+    """Returns all runs of `k` consecutive samples, wrapping around, one from each sample."""
     n = len(samples)
     return [[samples[(i + j) % n] for j in range(k)] for i in range(n)]
 

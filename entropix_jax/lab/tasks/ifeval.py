@@ -1,10 +1,10 @@
 """IFEval: prompts with instructions that a program can check, from the published JSON Lines file
 (Zhou et al. 2023, arXiv:2311.07911).
 
-The checkers are the official ones, as the lm-evaluation-harness ships them. Verdicts depend on
-nothing but versions of packages. Sentences are split by Punkt without the data that the original
-downloads. Two verdicts are random in the original: languages are guessed by sampling, and a
-`letter` that is no letter is replaced by a random one. Both draws are seeded.
+The checkers are the official ones, as shipped by the lm-evaluation-harness. Verdicts depend only on
+package versions. Punkt splits sentences without the data that the original downloads. Two checks
+are random in the original: languages are guessed by sampling, and a `letter` that is not a letter
+is replaced by a random one. Both draws are seeded.
 """
 
 import importlib
@@ -86,8 +86,8 @@ def _seeded() -> Iterator[None]:
 
 
 class IfEval(JsonTask):
-    """The prompts. An answer is the list of instructions that a text follows, as JSON; right is one
-    that follows all. A prompt's score is its strict accuracy."""
+    """The prompts of IFEval. An answer is the list of instructions that a text follows, as JSON. It
+    is right if the text follows all. A prompt's score is its strict accuracy."""
 
     name = "ifeval"
     published = "ifeval.jsonl"
@@ -132,7 +132,7 @@ class IfEval(JsonTask):
         return _write([i for i, done in zip(instructions, followed, strict=True) if done])
 
     def measures(self, item: Item, text: str) -> Mapping[str, tuple[float, float]]:
-        """The other three accuracies: of whole prompts, loose, and of instructions."""
+        """Returns the other accuracies: loose for prompts, both for instructions."""
         strict = _check(item, text)
         loose = check(_instructions(item), _asked(item), text, loose=True)
         return {

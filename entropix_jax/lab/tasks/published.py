@@ -1,8 +1,7 @@
-"""Published question-answering tasks, read from their own files, after worked examples of this
-project's own.
+"""Published question-answering tasks, read from their files, with worked examples of this project.
 
-The lm-evaluation-harness has these tasks, too (`entropix_jax.lab.harness`), but downloads their
-data, and gives the rows of two samplers neither the same random numbers nor votes.
+The lm-evaluation-harness also has these tasks (`entropix_jax.lab.harness`), but downloads their
+data, and supports neither votes nor common random numbers for two samplers.
 """
 
 import json
@@ -78,7 +77,7 @@ def write_number(number: Decimal) -> str:
 
 
 class _WordProblems(JsonTask):
-    """Right is the number after `####`, else the last one."""
+    """The answer is the number after `####`, else the last one."""
 
     stop = ("\nQuestion:",)
 
@@ -129,7 +128,7 @@ class Svamp(_WordProblems):
 
 class NqOpen(JsonTask):
     """NQ-open: short questions of users of a search engine, from JSON Lines (Kwiatkowski et al.
-    2019; Lee et al. 2019, arXiv:1906.00300). Right is exactly one of the answers, after
+    2019; Lee et al. 2019, arXiv:1906.00300). A text is right if it equals one of the answers after
     `normalize_answer`."""
 
     name = "nq-open"
@@ -153,8 +152,8 @@ class NqOpen(JsonTask):
         return normalize_answer(text) or None
 
     def score(self, item: Item, answer: str | None) -> float:
-        """1 for one of the answers, else 0. Two published answers are empty after normalization:
-        there only no answer is right, as in the published evaluation."""
+        """Returns 1 for one of the answers, else 0. Two published answers are empty after
+        normalization: only an empty text matches them, as in the published evaluation."""
         return float((answer or "") in item.accepted)
 
 

@@ -1,4 +1,4 @@
-"""Finds tasks by name: those of the package, and users' own."""
+"""Finds tasks by name: the package's and users' own."""
 
 import importlib
 import importlib.util
@@ -28,15 +28,15 @@ _DATA = "ENTROPIX_DATA"  # the environment variable
 def locate_task(
     name: str, data: str | None = None, resolve: Callable[[str], str] = lambda path: path
 ) -> str:
-    """The name of a task with the path of its file.
+    """Returns the name of a task with the path of its file.
 
     Args:
         data: the folder of published files, for a task that names none; default: what the
             environment variable `ENTROPIX_DATA` names.
-        resolve: what a path means that the name has.
+        resolve: resolves a path in the name.
 
     Raises:
-        UserError: the task needs a file, and there is neither.
+        UserError: the task needs a file, and neither the name nor `data` has one.
     """
     kind, _, rest = name.partition(":")
     if kind not in _OF_FILES:

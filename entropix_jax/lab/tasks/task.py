@@ -49,10 +49,10 @@ class Task(Protocol):
 
     Attributes:
         name: the name in results.
-        chat: whether to ask as a chat or as plain text; None leaves it to the model.
+        chat: whether prompts are a chat or plain text; None: depends on the model.
         stop: texts that end an answer without being part of it.
         max_new_tokens: limit of an answer.
-        votes: whether a majority of answers is meaningful; not so for free text.
+        votes: whether a majority of answers is meaningful (not for free text).
         scored: whether texts have a score; samplers are tuned on tasks with one.
     """
 
@@ -78,11 +78,11 @@ class Task(Protocol):
 
     @abstractmethod
     def extract(self, item: Item, text: str) -> str | None:
-        """The answer in a completion of the item's prompt; None if there is none."""
+        """Returns the answer in a completion of the item's prompt, or None."""
         ...
 
     def identity(self) -> Mapping[str, str]:
-        """What scores and measures depend on besides this package, such as versions of others."""
+        """Returns dependencies of scores and measures, such as versions of other packages."""
         return {}
 
     def score(self, item: Item, answer: str | None) -> float:
@@ -90,8 +90,8 @@ class Task(Protocol):
         return float(answer == item.answer)
 
     def measures(self, item: Item, text: str) -> Mapping[str, tuple[float, float]]:
-        """Further measures of a completion by name, each as a part and the whole: the mean over
-        texts is the sum of the parts over that of the wholes."""
+        """Returns further measures of a completion by name, each a numerator and a denominator. The
+        mean over texts is the ratio of their sums."""
         return {}
 
 

@@ -44,16 +44,16 @@ class Writing(FileTask):
         return {"wordfreq": version("wordfreq")}
 
     def extract(self, item: Item, text: str) -> str | None:
-        """None: there is no answer to find."""
+        """Returns None: free text has no answer."""
         return None
 
     def score(self, item: Item, answer: str | None) -> float:
-        """NaN: there is nothing to compare with."""
+        """Returns NaN: free text has no score."""
         return math.nan
 
     def measures(self, item: Item, text: str) -> Mapping[str, tuple[float, float]]:
-        """Words that are no English words, of those of two letters or more; and word 4-grams that
-        the text has had before, of all."""
+        """Returns the share of words of two letters or more that are not English, and the share of
+        word 4-grams that occurred earlier in the text."""
         words = [word.casefold() for word in _WORD.findall(text)]
         long = [word for word in words if len(word) > 1 and not any(map(str.isdigit, word))]
         grams = [tuple(words[i : i + _GRAM]) for i in range(len(words) - _GRAM + 1)]
@@ -64,8 +64,8 @@ class Writing(FileTask):
 
 
 def _is_unknown(word: str) -> bool:
-    """Whether no word list of English has it, below one in a hundred million words: so are most
-    words of other languages."""
+    """Whether a word is rarer than one in a hundred million English words, as are most foreign
+    words."""
     # Imported here, as it takes a while, and belongs to an extra.
     from wordfreq import zipf_frequency
 
