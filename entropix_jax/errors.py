@@ -1,4 +1,4 @@
-"""The one exception that a user is meant to see, and lines that come up everywhere."""
+"""The exception for user errors, and common parts of messages."""
 
 import difflib
 import importlib.util
@@ -28,8 +28,8 @@ class Note(UserWarning):
 
 
 def check_range(name: str, value: int | None, least: int, most: int | None = None) -> None:
-    """Refuses (UserError) a number, of an option or argument of this name, that is less than
-    `least` or more than `most`; None is one left out."""
+    """Raises UserError if the number of an option or argument is less than `least` or more than
+    `most`; None stands for an omitted one."""
     if value is not None and value < least:
         raise UserError(f"{name} must be at least {least}, not {value}")
     if value is not None and most is not None and value > most:
@@ -37,15 +37,15 @@ def check_range(name: str, value: int | None, least: int, most: int | None = Non
 
 
 def require(extra: str, *packages: str) -> None:
-    """Refuses (UserError) to go on without the packages of an extra of this package."""
+    """Raises UserError if a package of an extra is not installed."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise UserError(f'{package} is not installed: pip install "entropix-jax[{extra}]"')
 
 
 def nearest(name: str, known: Sequence[str], otherwise: str | None = None) -> str:
-    """Returns the end of an error's line: the known name that is most like a wrong one. If none is
-    close, all of them, or what to say `otherwise`."""
+    """Returns the end of an error message: the known name closest to a wrong one. If none is close,
+    all of them, or `otherwise`."""
     # A key without its section, or the beginning of one.
     ends = [one for one in known if one.endswith(f".{name}")]
     begins = [one for one in known if len(name) > 2 and f".{one}".rfind(f".{name}") >= 0]
@@ -58,7 +58,7 @@ def nearest(name: str, known: Sequence[str], otherwise: str | None = None) -> st
 
 
 def check_unicode(text: str, what: str) -> None:
-    """Raises UserError, which names `what`, for a text with surrogates."""
+    """Raises UserError, which names `what`, if a text has surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -66,7 +66,7 @@ def check_unicode(text: str, what: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Text with U+FFFD for control characters, which could steer a terminal."""
+    """Replaces control characters, which could control a terminal, by U+FFFD."""
     return "".join(
         "\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text
     )

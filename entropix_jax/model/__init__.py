@@ -1,1 +1,1 @@
-"""Llama and its close kin: configuration, weights, forward pass. Knows nothing of sampling."""
+"""Llama and close relatives: configuration, weights, forward pass. Independent of sampling."""

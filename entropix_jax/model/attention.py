@@ -29,7 +29,7 @@ def attend(
     *,
     window: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Causal attention of new tokens over the cache, which already holds their own keys and values.
+    """Computes causal attention of new tokens over a cache that has their keys and values.
 
     Args:
         queries: [B, T, N, H].
@@ -37,7 +37,7 @@ def attend(
             is repeated. All values are finite, also of positions that no token sees: their weight
             is 0, and 0 times NaN would be NaN.
         positions: int32 [B, T], of each new token, which sees the keys up to its own. The output of
-            padding is meaningless.
+            padding is undefined.
         window: static, W; only positions below it are read.
 
     Returns:
@@ -79,7 +79,7 @@ def _attend(
 
 
 def attention_stats(scores: jax.Array, valid: jax.Array) -> AttnStats:
-    """Statistics of the attention of one position of each row.
+    """Computes statistics of the attention of one position of each row.
 
     Args:
         scores: float32 [B, L, N, S], scaled.

@@ -1,7 +1,7 @@
 """The functional key/value cache: a pytree that a step takes and returns.
 
 Each row has its own length, and only the length defines which positions are valid. A position at or
-past it never changes a result: its key may be anything, NaN included, its value anything finite.
+past it never changes a result: its key may be anything, including NaN, its value anything finite.
 
 No value is ever NaN or infinite (see `write.append`), so that attention may multiply the values of
 all positions by their weights: those past the length have the weight 0.
@@ -37,13 +37,13 @@ class KVCache:
 
 
 def cache_dtype(activations: jnp.dtype) -> jnp.dtype:
-    """The dtype of a cache for activations of a dtype: the same, but float32 on a CPU, where XLA
-    would widen an entire bfloat16 cache, and narrow it again, to write one token."""
+    """Returns the dtype of a cache for activations of a dtype: the same, but float32 on a CPU,
+    where XLA would widen and narrow an entire bfloat16 cache to write one token."""
     return jnp.dtype(jnp.float32) if traces_cpu_alone() else activations
 
 
 def init_cache(config: ModelConfig, batch: int, capacity: int, activations: jnp.dtype) -> KVCache:
-    """An empty cache of `batch` rows with `capacity` positions each."""
+    """Returns an empty cache of `batch` rows with `capacity` positions each."""
     dtype = cache_dtype(activations)
     shape = (batch, config.num_kv_heads, capacity, config.head_dim)
     layers = range(config.num_layers)

@@ -68,14 +68,14 @@ class StoredTensor:
         return STORED[self.kind]
 
     def error(self, problem: str) -> UserError:
-        """An error that names the file and the tensor."""
+        """Returns an error that names the file and the tensor."""
         return UserError(f"{self.path}: tensor '{self.name}' {problem}")
 
 
 @dataclass(frozen=True, eq=False)
 class ModelFiles:
-    """The contents of a folder or a GGUF file, its tensors memory-mapped. UserError if a tensor is
-    missing, misshapen, unexpected, or of a type that is not implemented."""
+    """The contents of a folder or a GGUF file, with memory-mapped tensors. UserError if a tensor is
+    missing, unexpected, or of a wrong shape or unsupported type."""
 
     path: Path
     config: ModelConfig
@@ -257,8 +257,8 @@ def map_file(path: Path) -> np.ndarray:
 
 
 def own_memory(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An uninitialised array for values of a file: one that aliases the file would change, or
-    crash, with it. It is aligned to 64 bytes, since JAX copies what is not."""
+    """Returns an uninitialised array for values of a file. An alias of the file would change, or
+    crash, with it. The array is aligned to 64 bytes, because JAX copies other arrays."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.empty(size + 64, np.uint8)
     start = -memory.ctypes.data % 64
@@ -267,7 +267,7 @@ def own_memory(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def fingerprint(path: Path) -> str:
-    """A hash of a model's folder or GGUF file: of the size and both ends of each file."""
+    """Hashes a model's folder or GGUF file: the size and both ends of each file."""
     hashed = hashlib.sha256()
     try:
         path.stat()  # raises if there is none

@@ -1,6 +1,6 @@
 """The architecture of a model: a static argument of every compiled function.
 
-All numbers come from here; maths functions have no numeric defaults. `model.config_file` reads it.
+All numbers are stated here; model functions have no defaults. `model.config_file` reads it.
 """
 
 from dataclasses import dataclass

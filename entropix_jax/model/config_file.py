@@ -1,7 +1,7 @@
 """Model configuration from `config.json` and `generation_config.json`.
 
-A key that changes the maths is implemented or refused by name; an unknown key is assumed to change
-nothing, and reported.
+A key that changes the computation is implemented or rejected by name. An unknown key is ignored and
+reported.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ _Scaling = RopeScaling | RopeDivisors | None
 
 @dataclass(frozen=True)
 class KnownKeys:
-    """The keys of a kind of configuration that are read, refused or ignored."""
+    """The keys of a kind of configuration that are read, rejected or ignored."""
 
     implemented: Mapping[str, tuple[Any, ...]]  # keys that change the maths: values that may stand
     others: str  # keys that are read, or do not affect the logits
@@ -126,8 +126,8 @@ def load_model_config(folder: Path) -> ModelConfig:
 
 
 def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
-    """The `ModelConfig` of a decoded `config.json`; `path` is only named in errors.
-    UserError if a number is missing, or a key changes the maths and is not implemented."""
+    """Returns the `ModelConfig` of a decoded `config.json`; `path` is for errors. UserError if a
+    number is missing, or a key that changes the computation is not implemented."""
     check_own_code(raw, path)
     KEYS.check(raw, path)
     file, family = _Object(raw, path), raw.get("model_type", "llama")
@@ -188,7 +188,7 @@ def parse_eos_ids(raw: Mapping[str, Any], path: Path) -> tuple[int, ...]:
 
 
 def _max_positions(file: _Object, family: str) -> int:
-    """The longest context that every layer attends to entirely."""
+    """Returns the longest context to which every layer attends entirely."""
     positions, kinds = file.size("max_position_embeddings"), file.raw.get("layer_types")
     known = ("full_attention", "sliding_attention")
     if kinds is None:
@@ -231,7 +231,7 @@ def _rope(file: _Object, family: str, head_dim: int) -> tuple[float, _Scaling]:
 def _rope_object(
     file: _Object, key: str, outer: Mapping[str, Any], head_dim: int
 ) -> tuple[float, _Scaling]:
-    """RoPE's base and scaling from the object `key`, or from `outer` alone where there is none."""
+    """Reads RoPE's base and scaling from the object `key`, or from `outer` without one."""
     own = file.raw.get(key, {})
     if not isinstance(own, Mapping):
         file.refuse(f"'{key}' must be an object, not {own!r}")

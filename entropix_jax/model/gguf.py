@@ -2,11 +2,11 @@
 
 Metadata are translated to the decoded JSON files of a Hugging Face folder and parsed as such;
 tensors get the names and row order of that layout. The package `gguf` has the names of tensors and
-dequantizes them. The header is parsed here: the package's reader takes seconds to make NumPy views
-of every token, and has no clear errors for torn files.
+dequantizes them. The header is parsed here, because the package's reader takes seconds to make
+NumPy views of every token, and has no clear errors for truncated files.
 
-Format: `docs/gguf.md` (version 3) in the ggml repository; the metadata mean what llama.cpp makes of
-them.
+Format: `docs/gguf.md` (version 3) in the ggml repository; the metadata are interpreted as in
+llama.cpp.
 """
 
 import math

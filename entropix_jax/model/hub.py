@@ -1,4 +1,4 @@
-"""Downloads of models from the hub, through its own client. Nothing else is ever downloaded."""
+"""Downloads models from the hub, through its own client. Nothing else is ever downloaded."""
 
 import re
 from functools import partial
@@ -21,12 +21,12 @@ _FILES = """
 
 
 def snapshot(repo: str, *, revision: str | None = None, folder: Path | None = None) -> Path:
-    """Downloads what is missing of a model and returns where it is: the configuration and tokenizer
-    of `owner/name` and the safetensors that its index names, or one file, `owner/name/FILE.gguf`.
+    """Downloads the missing files of a model and returns their path: the configuration and
+    tokenizer of `owner/name` and the safetensors in its index, or one file, `owner/name/FILE.gguf`.
 
     Args:
         revision: a branch, tag or commit; None: the main branch.
-        folder: the place to download to; None: the client's own cache.
+        folder: the folder to download to; None: the client's own cache.
 
     Raises:
         UserError: there is no such repository or file, or it cannot be read.

@@ -4,7 +4,7 @@ runs fastest.
 The dtypes select the form. Where activations and weights share a dtype (any GPU or TPU, float32 on
 a CPU) it is a plain product. Narrower weights (bfloat16 on a CPU) stay narrow in memory, in the
 layout that `arranged` chooses, and are widened inside the product; few vectors are instead split
-into bfloat16 terms, where the processor multiplies those. Bfloat16 activations on a CPU
+into bfloat16 terms if the processor multiplies bfloat16. Bfloat16 activations on a CPU
 (`--precision bfloat16`) are multiplied in bfloat16 where that is faster, else widened. Int8 weights
 carry a scale per output channel, which is applied to the product.
 """
@@ -72,8 +72,8 @@ def quantized(weight: jax.Array) -> Quantized:
 
 
 def arranged(weight: Weight) -> Weight:
-    """The layout of a weight that a CPU's products read fastest: blocks of columns for a matrix
-    narrower than float32 with long rows, else unchanged."""
+    """Returns the layout of a weight that a CPU's products read fastest: blocks of columns for a
+    matrix narrower than float32 with long rows, else unchanged."""
     if isinstance(weight, Quantized):
         return replace(weight, values=arranged(weight.values))
     if isinstance(weight, Columns):

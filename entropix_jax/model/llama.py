@@ -1,5 +1,5 @@
-"""The forward pass of Llama and its close kin: tokens and a cache in, hidden states, attention
-statistics and a cache out.
+"""The forward pass of Llama and close relatives: from tokens and a cache to hidden states,
+attention statistics and a cache.
 
 Legend, used in the shapes and einsums of the whole package:
 
@@ -48,7 +48,7 @@ def forward(
         config: static.
         tokens: int32 [B, T].
         count: int32 [B], the number of real tokens of each row. The rest is padding: it is not
-            cached, and its hidden states are meaningless.
+            cached, and its hidden states are undefined.
         cache: rows of keys and values past B stay as they are.
         window: static; only positions below it are read, so that the cost follows the rows' lengths
             and not the capacity. Requires `length + count <= window`.

@@ -39,7 +39,7 @@ CALIBRATION_FILE = "calibration.json"  # of a model's folder
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LanguageModel:
-    """A loaded checkpoint: weights, architecture, tokenizer, and how it computes."""
+    """A loaded checkpoint: weights, architecture, tokenizer, and precision."""
 
     folder: Path  # or a GGUF file
     config: ModelConfig
@@ -75,8 +75,8 @@ class LanguageModel:
 
     @property
     def is_chat_model(self) -> bool:
-        """Whether prompts are put as chats by default: the chat template ends turns with one of the
-        model's end tokens. A base model may ship a template, but does not end its texts so."""
+        """Whether prompts are sent as chats by default: the chat template ends turns with one of
+        the model's end tokens. A base model may have a template, but does not end texts so."""
         if self.tokenizer.chat_template is None:
             return False
         ends = named_turn_ends(self.tokenizer) if self.turn_end_id is None else [self.turn_end_id]
@@ -84,20 +84,20 @@ class LanguageModel:
 
     @cached_property
     def turn_end_ids(self) -> tuple[int, ...]:
-        """The tokens that end a turn of a chat: the end tokens, the one that the template ends a
-        turn with, and the control tokens of such a name."""
+        """Tokens that end a turn of a chat: the end tokens, the token with which the template ends
+        a turn, and control tokens with such a name."""
         ends = (self.turn_end_id, *named_turn_ends(self.tokenizer))
         ids = (*self.eos_ids, *(i for i in ends if i is not None))
         return tuple(dict.fromkeys(i for i in ids if i < self.config.vocab_size))
 
     def end_ids(self, *, chat: bool) -> tuple[int, ...]:
-        """The tokens that end a row. The end of a turn ends a chat, and any text of a chat model,
-        whose prompt may be a chat that the caller has formatted."""
+        """Returns the tokens that end a row. The end of a turn ends a chat, and any text of a chat
+        model, because its prompt may be a chat that the caller formatted."""
         return self.turn_end_ids if chat or self.is_chat_model else self.eos_ids
 
     def turn_note(self) -> str | None:
-        """Returns a line for the user where the end of a text, or what a prompt is put as, is not
-        what the files of common Instruct and base models say; else None."""
+        """Returns a line for the user if the end tokens or the default for prompts differ from
+        those of common Instruct and base models, else None."""
         if not self.turn_end_ids:
             return f"{self.folder}: no end token is named: rows end at their budget or at --stop"
         if self.tokenizer.chat_template is None or self.folder == resource_folder("weights") / TINY:
@@ -135,14 +135,14 @@ def load(
             `owner/name`; None is `default_model`.
         dtype: "float32", "bfloat16" or "int8" (see `linear.Quantized`), the type of the weights in
             memory; None is the checkpoint's own (float32 for float16, bfloat16 for a GGUF file).
-        mesh: the devices that the weights are spread over; None is the default device alone.
+        mesh: the devices over which the weights are split; None is the default device only.
         precision: "float32" or "bfloat16", the type of hidden states and of the cache; None is
             float32 on a CPU, elsewhere that of the weights (bfloat16 for int8).
         check: look for NaN and infinity in all weights.
 
-    Warns of unknown keys of the configuration. UserError if the model or the device is missing, a
-    file is damaged or not implemented, weights do not fit into memory or are not finite, or the
-    mesh does not divide the model.
+    Warns of unknown configuration keys. UserError if the model or the device is missing, a file is
+    damaged or not implemented, weights do not fit into memory or are not finite, or the mesh cannot
+    split the model.
     """
     check_backend()
     folder = resolve_model(model)
@@ -176,7 +176,7 @@ def load(
 
 
 def weights_dtype(files: ModelFiles, dtype: str | None = None) -> str:
-    """The dtype of a model's weights in memory: `dtype`, or its own."""
+    """Returns the dtype of a model's weights in memory: `dtype`, or its own."""
     if dtype is not None and dtype not in WEIGHTS:
         raise UserError(f"weights cannot be of type {dtype!r}, only {', '.join(WEIGHTS)}")
     stored = files.config.dtype or str(files.tensors[EMBEDDING].dtype)
@@ -184,14 +184,14 @@ def weights_dtype(files: ModelFiles, dtype: str | None = None) -> str:
 
 
 def default_model() -> str:
-    """The model that runs if none is named: `smollm2` if it is installed, else `tiny`."""
+    """Returns the default model: `smollm2` if it is installed, else `tiny`."""
     return TINY if _smollm2() is None else SMOLLM2
 
 
 def resolve_model(model: str | None) -> Path:
-    """The folder or the GGUF file of a model: "smollm2", "tiny", a folder or a GGUF file that
-    exists, or a hub id, whose snapshot it is; None is `default_model`. A folder that holds a GGUF
-    file and no configuration is that file."""
+    """Returns the folder or GGUF file of a model: "smollm2", "tiny", an existing folder or GGUF
+    file, or the snapshot of a hub id; None is `default_model`. A folder with a GGUF file and no
+    configuration stands for that file."""
     model = default_model() if model is None else model
     if model == TINY:
         return resource_folder("weights") / TINY
@@ -216,7 +216,7 @@ def resolve_model(model: str | None) -> Path:
 
 
 def _smollm2() -> Path | None:
-    """The file of `smollm2`, found without importing its package, which needs others."""
+    """Finds the file of `smollm2` without importing its package, which needs other packages."""
     try:
         package = importlib.metadata.distribution(_SMOLLM2_PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -226,7 +226,7 @@ def _smollm2() -> Path | None:
 
 
 def _file_of(folder: Path) -> Path:
-    """The GGUF file of a folder that holds one and no configuration, else the folder."""
+    """Returns the GGUF file of a folder with one and no configuration, else the folder."""
     files = [path for path in folder.glob("*") if path.suffix.lower() == SUFFIX]
     if (folder / CONFIG_FILE).exists() or not files:
         return folder

@@ -85,7 +85,7 @@ def parse_mesh(text: str | None, devices: Sequence[jax.Device]) -> Mesh:
 
 
 def check_mesh(mesh: Mesh, config: ModelConfig, slots: int = 0) -> None:
-    """Refuses a mesh that does not divide a model's heads and MLP, or a batch of `slots` rows."""
+    """Raises UserError if a mesh cannot split heads and MLP, or a batch of `slots` rows."""
     for axis, number, what in (
         (MODEL, config.num_kv_heads, "key/value heads"),
         (MODEL, config.num_heads, "query heads"),
@@ -100,7 +100,7 @@ def check_mesh(mesh: Mesh, config: ModelConfig, slots: int = 0) -> None:
 
 
 def rules_for(mesh: Mesh, config: ModelConfig) -> Rules:
-    """The sharding rules of a model that `check_mesh` accepts.
+    """Returns the sharding rules of a model that `check_mesh` accepts.
 
     A vocabulary that `model` does not divide is replicated.
     """
@@ -110,7 +110,7 @@ def rules_for(mesh: Mesh, config: ModelConfig) -> Rules:
 
 
 def weights_bytes(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh | None = None) -> int:
-    """Bytes of a model's weights per device of a mesh, or on a single device."""
+    """Returns the bytes of a model's weights per device of a mesh, or on a single device."""
     whole: Any = AbstractMesh((1, 1), (DATA, MODEL))
     shardings = jax.tree.leaves(rules_for(mesh or whole, config).params(config))
     specs = jax.tree.leaves(param_specs(config))

@@ -1,4 +1,4 @@
-"""The dtypes of a run: chosen once per backend when a model is loaded."""
+"""The dtypes of a run, chosen once per backend when a model is loaded."""
 
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ class Precision:
 def choose_precision(
     weights: str, backend: str | None = None, activations: str | None = None
 ) -> Precision:
-    """The precision for weights of a dtype on a backend (default: JAX's default backend).
+    """Returns the precision for weights of a dtype on a backend (default: JAX's default backend).
 
     `activations` None is the backend's default. On a CPU that is float32: rows then have the same
     tokens alone and in a batch, and bfloat16 weights save memory bandwidth either way (`linear`).

@@ -1,4 +1,4 @@
-"""Writes to the cache, in place: new tokens, and copies of those of other rows."""
+"""Writes to the cache in place: new tokens, and copies of other rows' tokens."""
 
 from dataclasses import replace
 from functools import partial
