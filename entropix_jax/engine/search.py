@@ -209,8 +209,7 @@ class Search:
             if self._ends_early and (first := next(ended, None)) is not None:
                 self._first = first
                 for row in self.rows:
-                    if row.finish_reason is None:
-                        engine.end(row)
+                    _end(engine, row, self._at + 1)
             else:
                 for index in self._due():
                     self._fork(engine, index, self.rows[index])
@@ -359,6 +358,20 @@ def search(
     on_engine(engine)
     ended = next(run_searches(engine, [Search(request, method, forks)]), None)
     return None if ended is None else ended.outcome(extract)
+
+
+def _end(engine: Engine, row: Row, count: int) -> None:
+    """Ends a row. It keeps its first `count` tokens: those ahead depend on the device's timing."""
+    if row.finish_reason is None:
+        engine.end(row)
+    if len(row.tokens) > count:
+        row.tokens = row.tokens[:count]
+        row.text = "".join(token.text for token in row.tokens)
+        row.finish_reason, row.error = "cancelled", None
+    if len(row.tokens) == count:
+        live = [index for index, (_, retracted) in enumerate(row.log) if not retracted]
+        row.log = row.log[: live[count - 1] + 1]
+        row.retracted_tokens = [token for token, retracted in row.log if retracted]
 
 
 def _mean_logprob(row: Row) -> float:

@@ -161,17 +161,21 @@ def test_a_search_is_the_reference(tiny: LanguageModel, name: str) -> None:
         begins = [fork.position - len(request.prompt) for fork in outcome.forks]
         assert begins == [line.begin for line in lines[1:]]
         texts = [[token.token_id for token in line.tokens] for line in lines]
+        end = TOKENS if first is None else len(lines[first].tokens)
+        # The others end with the first, however far ahead of it they are.
+        assert [[t.token_id for t in row.tokens] for row in outcome.rows] == [
+            text[:end] for text in texts
+        ]
+        for row, text in zip(outcome.rows, texts, strict=True):
+            assert row.text == "".join(token.text for token in row.tokens)
+            assert (row.finish_reason == "cancelled") == (len(text) > end)
+            assert [token for token, gone in row.log if not gone] == row.tokens
+        votes = Counter(filter(None, (answer_in(row.text) for row in outcome.rows)))
+        assert outcome.votes == votes
         if first is None:
-            assert [[t.token_id for t in row.tokens] for row in outcome.rows] == texts
-            answers = [answer_in(row.text) for row in outcome.rows]
-            votes = Counter(filter(None, answers))
-            assert outcome.votes == votes
             assert outcome.answer == (votes.most_common(1)[0][0] if votes else None)
-            end = TOKENS
         else:
             assert outcome.chosen == first
-            assert [t.token_id for t in outcome.row.tokens] == texts[first]
-            end = len(lines[first].tokens)
         # The last token of a text is not read, and what a fork shares is read once.
         own = (min(len(line.tokens), end) - line.begin - 1 for line in lines)
         assert outcome.forwards == sum(max(number, 0) for number in own)
