@@ -60,7 +60,7 @@ from entropix_jax.model.linear import Weight, arranged, quantized
 from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.loading import TINY, load
 from entropix_jax.model.params import Params, init_params
-from entropix_jax.model.precision import ACTIVATIONS, INT8, Precision, choose_precision
+from entropix_jax.model.precision import ACTIVATIONS, AUTO, INT8, Precision, choose_precision
 from entropix_jax.sampler.calibration import generic_calibration
 from entropix_jax.sampler.draw import row_key
 from entropix_jax.sampler.mechanisms import MECHANISMS
@@ -84,7 +84,7 @@ class Model:
     source: Path | None = None
 
     @classmethod
-    def named(cls, name: str, weights: str, activations: str | None) -> "Model":
+    def named(cls, name: str, weights: str, activations: str) -> "Model":
         """Returns a model, its weights in a type of memory."""
         if name == RANDOM_1B:
             return cls.random(LLAMA_3_2_1B, weights, activations)
@@ -92,7 +92,7 @@ class Model:
         return cls(model.config, model.params, model.precision, model.folder)
 
     @classmethod
-    def random(cls, config: ModelConfig, weights: str, activations: str | None = None) -> "Model":
+    def random(cls, config: ModelConfig, weights: str, activations: str = AUTO) -> "Model":
         """Returns random weights of a shape."""
         precision = choose_precision(weights, activations=activations)
         dtype = precision.activations if weights == INT8 else precision.weights
@@ -428,7 +428,9 @@ def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--model", help="see above")
     common.add_argument("--weights", nargs="+", choices=TYPES, help="types in memory")
-    common.add_argument("--precision", choices=ACTIVATIONS, help="of hidden states and cache")
+    common.add_argument(
+        "--precision", choices=ACTIVATIONS, default=AUTO, help="of hidden states and cache"
+    )
     common.add_argument("--repeats", type=int, help="rounds after the first, which is not timed")
     common.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser = argparse.ArgumentParser(

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 Timed = Callable[[], float]  # runs once and returns the seconds of one unit of work
+_INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 WHERE = ("kind", "weights", "batch", "context")  # the conditions of a figure
 
 
@@ -56,6 +57,8 @@ def describe_machine() -> dict[str, Any]:
     if device.platform == "cpu" and Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         name = next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), name)
+        flags = next((x.split() for x in lines if x.startswith("flags")), [])
+        name += f" ({', '.join(flag for flag in _INSTRUCTIONS if flag in flags)})"
     wide = 1 << 17  # 1 GiB of float32
     return {
         "device": name,

@@ -58,10 +58,10 @@ Folder = Annotated[str | None, option("DIR")]
 Model = Annotated[str | None, option("MODEL")]
 Module = Annotated[str | None, option("MODULE")]
 _Weights = Literal["bfloat16", "float32", "int8"]
-_Activations = Literal["float32", "bfloat16"]
+_Activations = Literal["auto", "float32", "bfloat16"]
 _weights = option("{bfloat16,float32,int8}", _Weights, aliases=["--weights"])
 Dtype = Annotated[_Weights | None, _weights]
-Activations = Annotated[_Activations | None, option("{float32,bfloat16}", _Activations)]
+Activations = Annotated[_Activations, option("{auto,float32,bfloat16}", _Activations)]
 Count = Annotated[int, tyro.conf.arg(metavar="N")]
 OptionalCount = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
 Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
@@ -86,9 +86,10 @@ class ModelOptions:
     module is imported, so its code runs."""
     dtype: Dtype = None
     """Dtype of the weights in memory (default: the checkpoint's)."""
-    precision: Activations = None
-    """Dtype of hidden states and, except on a CPU, of the cache (default: on a CPU float32, else
-    that of the weights)."""
+    precision: Activations = "auto"
+    """Dtype of hidden states and, except on a CPU, of the cache. auto: that of the weights, on a
+    CPU only if it multiplies bfloat16, else float32. Rows have the same tokens alone and in a batch
+    with float32."""
     check: Flag = False
     """Check all weights and activations for NaN and infinity. An error names the tensor, or the
     layer and the position."""

@@ -50,8 +50,8 @@ class StudyOptions:
     """Number of rows that run in parallel."""
     dtype: Dtype = None
     """Dtype of the weights in memory (default: the checkpoint's)."""
-    precision: Activations = None
-    """Dtype of the hidden states (default: float32 on a CPU, else that of the weights)."""
+    precision: Activations = "auto"
+    """Dtype of hidden states, as in generate. Name it to compare studies of several machines."""
     plugin: Module = None
     """Python module whose MECHANISMS the samplers may use. It is imported, so its code runs."""
 

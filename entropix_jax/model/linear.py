@@ -4,16 +4,14 @@ runs fastest.
 The dtypes select the form. Where activations and weights share a dtype (any GPU or TPU, float32 on
 a CPU) it is a plain product. Narrower weights (bfloat16 on a CPU) stay narrow in memory, in the
 layout that `arranged` chooses, and are widened inside the product; few vectors are instead split
-into bfloat16 terms if the processor multiplies bfloat16. Bfloat16 activations on a CPU
-(`--precision bfloat16`) are multiplied in bfloat16 where that is faster, else widened. Int8 weights
+into bfloat16 terms if the processor multiplies bfloat16. Bfloat16 activations on a CPU are
+multiplied in bfloat16 where that is faster, else widened. Int8 weights
 carry a scale per output channel, which is applied to the product.
 """
 
 import math
 from dataclasses import replace
-from functools import cache
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,7 +20,7 @@ from flax import struct
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from entropix_jax.platforms import for_platform
+from entropix_jax.platforms import for_platform, multiplies_bfloat16
 
 # XLA's CPU backend fuses "widen, then multiply" into one pass over the weights only while the
 # vector fits in 8 KiB. Measured at Llama-3.2-1B's shapes: 38 GB/s, the memory bandwidth; with
@@ -142,17 +140,6 @@ def _bfloat16_product(x: jax.Array, weight: jax.Array) -> jax.Array:
         vectors = jnp.pad(vectors, ((0, -number % _TILE), (0, 0)))
     out = _plain_product(vectors, weight)[:number]
     return out.reshape(*x.shape[:-1], weight.shape[0])
-
-
-@cache
-def multiplies_bfloat16() -> bool:
-    """Whether the processor has bfloat16 dot products; without them XLA widens both factors on
-    every use. Only x86 is detected."""
-    try:
-        known = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:  # not Linux
-        return False
-    return "avx512_bf16" in known
 
 
 def _vector_product(x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -26,7 +26,7 @@ from entropix_jax.model.gguf import SUFFIX, open_gguf
 from entropix_jax.model.hub import HUB_ID, snapshot
 from entropix_jax.model.mesh import Rules, rules_for, weights_bytes
 from entropix_jax.model.params import Params, count_params
-from entropix_jax.model.precision import INT8, WEIGHTS, Precision, choose_precision
+from entropix_jax.model.precision import AUTO, INT8, WEIGHTS, Precision, choose_precision
 from entropix_jax.text.tokenizer import Tokenizer
 from entropix_jax.text.turns import named_turn_ends, turn_end_id
 
@@ -125,7 +125,7 @@ def load(
     dtype: str | None = None,
     mesh: Mesh | None = None,
     *,
-    precision: str | None = None,
+    precision: str = AUTO,
     check: bool = False,
 ) -> LanguageModel:
     """Loads a model.
@@ -136,8 +136,9 @@ def load(
         dtype: "float32", "bfloat16" or "int8" (see `linear.Quantized`), the type of the weights in
             memory; None is the checkpoint's own (float32 for float16, bfloat16 for a GGUF file).
         mesh: the devices over which the weights are split; None is the default device only.
-        precision: "float32" or "bfloat16", the type of hidden states and of the cache; None is
-            float32 on a CPU, elsewhere that of the weights (bfloat16 for int8).
+        precision: "float32" or "bfloat16", the type of hidden states and, except on a CPU, of the
+            cache; "auto" is that of the weights where this device is fast with it, see
+            `choose_precision`.
         check: look for NaN and infinity in all weights.
 
     Warns of unknown configuration keys. UserError if the model or the device is missing, a file is

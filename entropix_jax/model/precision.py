@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from entropix_jax.errors import UserError
+from entropix_jax.platforms import multiplies_bfloat16
 
+AUTO = "auto"
 INT8 = "int8"
 WEIGHTS = ("float32", "bfloat16", INT8)  # dtypes of weights in memory
-ACTIVATIONS = ("float32", "bfloat16")  # dtypes of hidden states
+ACTIVATIONS = (AUTO, "float32", "bfloat16")  # dtypes of hidden states
 
 
 @dataclass(frozen=True)
@@ -26,20 +28,23 @@ class Precision:
 
 
 def choose_precision(
-    weights: str, backend: str | None = None, activations: str | None = None
+    weights: str, backend: str | None = None, activations: str = AUTO
 ) -> Precision:
     """Returns the precision for weights of a dtype on a backend (default: JAX's default backend).
 
-    `activations` None is the backend's default. On a CPU that is float32: rows then have the same
-    tokens alone and in a batch, and bfloat16 weights save memory bandwidth either way (`linear`).
-    GPUs and TPUs compute in the dtype of the weights, or in bfloat16 for int8 weights, with float32
-    accumulation. UserError if the activations are unknown.
+    Hidden states of "auto" have the dtype of the weights, or bfloat16 for int8 weights, with
+    float32 accumulation. A CPU without bfloat16 products computes in float32, and so does every CPU
+    with int8 weights: rounding would not make it faster (`linear`).
+
+    Raises:
+        UserError: unknown activations.
     """
-    if activations is not None and activations not in ACTIVATIONS:
+    if activations not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise UserError(f"activations cannot be of type {activations!r}, only {known}")
-    if activations is None:
+    if activations == AUTO:
         activations = "bfloat16" if weights == INT8 else weights
         if (backend or jax.default_backend()) == "cpu":
-            activations = "float32"
+            is_fast = weights == "bfloat16" and multiplies_bfloat16()
+            activations = "bfloat16" if is_fast else "float32"
     return Precision(weights=jnp.dtype(weights), activations=jnp.dtype(activations))

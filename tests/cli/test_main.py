@@ -130,7 +130,8 @@ def test_a_terminal(
             assert (line in written) == ("TERM" not in environment)
         text = ESCAPE.sub("", written.rpartition(ERASED)[2])
         assert text.startswith(plain)
-        assert text.removeprefix(plain).count("\n") == (3 if option else 1), "the summary"
+        assert text.removeprefix(plain).count("\n") == (4 if option else 1), "the summary"
+        assert ("weights float32, hidden states float32\n" in text) == bool(option)
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"harness"}))

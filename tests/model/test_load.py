@@ -22,8 +22,9 @@ from safetensors.numpy import load_file, save_file
 from entropix_jax.engine.api import generate
 from entropix_jax.errors import Note, UserError
 from entropix_jax.host.resources import resource_folder
-from entropix_jax.model import loading
+from entropix_jax.model import loading, precision
 from entropix_jax.model.loading import LanguageModel, load, resolve_model
+from entropix_jax.model.precision import choose_precision
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.hub_server import COMMIT, REPO, TOKEN, Hub, serving
 from tests.support.model_folders import (
@@ -70,13 +71,19 @@ def loaded(folder: Path, *arguments: Any) -> tuple[LanguageModel, list[str]]:
 
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
-def test_precision(folder: Path, weights: str) -> None:
-    """On a CPU activations are float32 unless others are asked for."""
-    assert str(load(str(folder), weights).precision.activations) == "float32"
+def test_precision(folder: Path, weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU activations are float32, unless it is fast with weights in bfloat16 or others are
+    asked for."""
+    for fast in (False, True):
+        monkeypatch.setattr(precision, "multiplies_bfloat16", lambda fast=fast: fast)
+        chosen = "bfloat16" if fast and weights == "bfloat16" else "float32"
+        for given in ((), ("auto",)):
+            assert str(choose_precision(weights, "cpu", *given).activations) == chosen
+        assert str(load(str(folder), weights).precision.activations) == chosen
     for asked in ("float32", "bfloat16"):
         model = load(str(folder), weights, precision=asked)
         assert model.precision.to_json() == {"weights": weights, "activations": asked}
-    with pytest.raises(UserError, match="activations cannot be of type 'int8', only float32"):
+    with pytest.raises(UserError, match="activations cannot be of type 'int8', only auto, float32"):
         load(str(folder), precision="int8")
 
 
