@@ -113,11 +113,9 @@ def test_rows_read_together_are_the_rows_read_alone(
 
 @pytest.mark.parametrize(
     ("weights", "activations"),
-    [("bfloat16", None), ("int8", None), ("bfloat16", "bfloat16"), ("int8", "bfloat16")],
+    [(weights, one) for one in ("float32", "bfloat16") for weights in ("bfloat16", "int8")],
 )
-def test_in_every_precision(
-    weights: str, activations: str | None, shapes: list[tuple[int, int]]
-) -> None:
+def test_in_every_precision(weights: str, activations: str, shapes: list[tuple[int, int]]) -> None:
     model = load("tiny", weights, precision=activations)
     together, alone = Arrivals(model, (20, 32, 25, 17)), Arrivals(model, (20, 32, 25, 17))
     together.read()
