@@ -89,7 +89,8 @@ def forward(
         if rotates:
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         cached = append(cached, key, value, start, count)
-        mixed, scores = attend(query, *cached, positions, window=window)
+        last = None if every else jnp.maximum(count - 1, 0)
+        mixed, scores = attend(query, *cached, positions, last, window=window)
         hidden = hidden + linear(mixed.reshape(tokens.size, -1), layer.output)
 
         # MLP.
@@ -101,8 +102,7 @@ def forward(
         if every:  # reduced here, layer by layer: the scores of all positions are large
             scores = scores.swapaxes(1, 2).reshape(-1, 1, config.num_heads, window)
             return hidden, cached, attention_stats(scores, visible), sound
-        last = jnp.maximum(count - 1, 0)[:, None, None, None]
-        return hidden, cached, jnp.take_along_axis(scores, last, axis=2)[:, :, 0], sound
+        return hidden, cached, scores[:, :, 0], sound
 
     def finite(*activations: jax.Array) -> jax.Array:
         """Whether all activations of a token are finite: bool [B, T]."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from entropix_jax.engine.state import LENGTH, RUNNING
+from entropix_jax.model import attention
 from entropix_jax.model.cache import init_cache
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.llama import forward
@@ -114,6 +115,26 @@ def test_against_float64(config) -> None:
     metrics = all_metrics(config, logits[:, -1], stats)
     for name, value in attention[-1].metrics(np.ones(config.num_layers)).items():
         assert float(getattr(metrics, name)[0]) == pytest.approx(value, abs=5e-5), name
+
+
+@pytest.mark.parametrize("large", [True, False])
+@pytest.mark.parametrize("new", [256, 48], ids=["blocks", "part of a block"])
+def test_attention_of_many_tokens(new: int, large: bool, monkeypatch) -> None:
+    """Of rows that begin at different positions, in blocks and at once, against float64."""
+    monkeypatch.setattr(attention, "_LARGE", 0 if large else 1 << 40)
+    rng, window = np.random.default_rng(0), 300
+    query = rng.normal(size=(2, new, 6, 8))
+    key, value = (rng.normal(size=(3, 2, window + 20, 8)) for _ in range(2))  # three groups
+    at, last = np.arange(new) + np.array([[0], [44]]), np.array([new - 1, 3])
+    given = [jnp.asarray(x, jnp.float32) for x in (query, key, value)]
+    given += [jnp.asarray(x, jnp.int32) for x in (at, last)]
+    mixed, scores = attention.attend(*given, window=window)
+    key, value = (np.repeat(x[:2, :, :window], 3, axis=1) for x in (key, value))
+    exact = np.einsum("btnh,bnsh->bnts", query, key) / np.sqrt(8)
+    weights = np.exp(exact) * (np.arange(window) <= at[:, None, :, None])
+    weights /= weights.sum(-1, keepdims=True)
+    same(mixed, np.einsum("bnts,bnsh->btnh", weights, value).reshape(2, new, -1))
+    same(scores[:, :, 0], exact[np.arange(2), :, last])
 
 
 @pytest.mark.parametrize("activations", [jnp.float32, jnp.bfloat16])
