@@ -62,7 +62,9 @@ def truncate(logits: jax.Array, ctx: Context) -> tuple[jax.Array, dict[str, jax.
 
     def keep_argmax() -> jax.Array:
         token = jnp.arange(logits.shape[0], dtype=jnp.int32)
-        return jnp.where(token == jnp.argmax(logits), logits, -jnp.inf)
+        # The first of the largest. On a CPU an argmax is not vectorised.
+        tied = jnp.where(logits == jnp.max(logits), token, logits.shape[0])
+        return jnp.where(token == jnp.min(tied), logits, -jnp.inf)
 
     left = if_any(greedy, keep_argmax, logits)
     # Relative to the maximum: at a low temperature the logits would overflow.
