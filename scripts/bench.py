@@ -41,11 +41,13 @@ from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.prefill import prefill
 from entropix_jax.engine.preparation import (
     DECODE_WINDOW,
+    MAX_PREFILL,
     MAX_STEPS,
     MIN_CAPACITY,
     PREFILL_WINDOW,
     bucket,
     calibrate_sampler,
+    chunk_size,
 )
 from entropix_jax.engine.programs import decode_for_backend
 from entropix_jax.engine.prompts import TOGETHER, may_join
@@ -64,7 +66,7 @@ from entropix_jax.model.precision import ACTIVATIONS, AUTO, INT8, Precision, cho
 from entropix_jax.sampler.calibration import generic_calibration
 from entropix_jax.sampler.draw import row_key
 from entropix_jax.sampler.mechanisms import MECHANISMS
-from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.presets import choose_sampler, load_sampler
 from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.sampler.settings import Parts, SamplerSettings
 
@@ -135,7 +137,8 @@ class Model:
 
     def decode(self, name: str, batch: int, context: int, steps: int) -> Timed:
         """Times a step with a preset, whose rows explore where they would branch."""
-        sampler = load_sampler(name).with_values({"branch.per_row": 0})
+        preset, *changes = name.split()
+        sampler = choose_sampler(preset, changes).with_values({"branch.per_row": 0})
         capacity = bucket(context + steps, 256)
         used = sampler.parts(self._settings(sampler)).used
         program = Program(
@@ -158,8 +161,8 @@ class Model:
 
         return seconds
 
-    def bare(self, batch: int, context: int, steps: int) -> Timed:
-        """Times a step of the model alone, with the most likely token as the next one."""
+    def bare(self, batch: int, context: int, steps: int, *, stats: bool = False) -> Timed:
+        """Times a step of the model and an argmax, with or without attention's statistics."""
         capacity = bucket(context + steps, 256)
         window, config = min(bucket(context + steps, DECODE_WINDOW), capacity), self.config
 
@@ -168,10 +171,13 @@ class Model:
             def step(_: int, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
                 token, cache = carry
                 count = jnp.ones_like(token)
-                hidden, _attention, cache = forward(
+                hidden, attention, cache = forward(
                     params, config, token[:, None], count, cache, window=window
                 )
-                return jnp.argmax(unembed(params, hidden[:, 0]), -1).astype(jnp.int32), cache
+                logits = unembed(params, hidden[:, 0])
+                if stats:
+                    logits += 1e-30 * sum(map(jnp.sum, jax.tree.leaves(attention)))
+                return jnp.argmax(logits, -1).astype(jnp.int32), cache
 
             return lax.fori_loop(0, steps, step, (token, cache))
 
@@ -184,18 +190,26 @@ class Model:
         return seconds
 
     def prefill(self, tokens: int, rows: int = 1) -> Timed:
-        """Times the reading of a prompt into an empty cache, one of `rows` in the same call."""
+        """Times the reading of a prompt into an empty cache, in the engine's parts, one of `rows`
+        in the same calls."""
         capacity = bucket(tokens + 1, PREFILL_WINDOW)
-        count = jnp.full(rows, tokens, jnp.int32)
-        window = min(bucket(tokens, PREFILL_WINDOW), capacity)
+        size = min(bucket(tokens, PREFILL_WINDOW), chunk_size(self.config, tokens, 1, MAX_PREFILL))
         slots = None if rows == 1 else jnp.arange(rows, dtype=jnp.int32)
 
         def seconds() -> float:
             state = self.state(load_sampler(DEFAULT), rows, tokens, capacity)
-            prompts = jnp.asarray(jax.block_until_ready(state).history[:, :tokens])
-            where = {"config": self.config, "window": window}
-            call = partial(prefill, self.params, state, prompts, count, slots, **where)
-            return seconds_of(call) / rows
+            text = np.zeros((rows, -tokens // size * -size), np.int32)
+            text[:, :tokens] = state.history[:, :tokens]
+
+            def read(state: DecodeState) -> DecodeState:
+                for start in range(0, tokens, size):
+                    count = jnp.full(rows, min(size, tokens - start), jnp.int32)
+                    window = min(bucket(start + size, PREFILL_WINDOW), capacity)
+                    given = self.params, state, text[:, start : start + size], count, slots
+                    state = prefill(*given, config=self.config, window=window)
+                return state
+
+            return seconds_of(partial(read, jax.block_until_ready(state))) / rows
 
         return seconds
 
@@ -246,6 +260,7 @@ def measure_steps(args: argparse.Namespace, figures: Figures, scratch: Path) -> 
             steps = max(2, args.steps // max(1, batch // 4)) if on_cpu else args.steps
             own = {name: model.decode(name, batch, context, steps) for name in args.samplers}
             own["forward + argmax"] = model.bare(batch, context, steps)
+            own["with attention's statistics"] = model.bare(batch, context, steps, stats=True)
             others = ask_peers(peers, lambda peer: peer.decode(batch, context, steps))  # noqa: B023
             floor = model.floor(figures.machine, batch, context)
             what = {"kind": "step", "weights": weights, "batch": batch, "context": context}
@@ -428,9 +443,7 @@ def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--model", help="see above")
     common.add_argument("--weights", nargs="+", choices=TYPES, help="types in memory")
-    common.add_argument(
-        "--precision", choices=ACTIVATIONS, default=AUTO, help="of hidden states and cache"
-    )
+    common.add_argument("--precision", choices=ACTIVATIONS, default=AUTO, help="of hidden states")
     common.add_argument("--repeats", type=int, help="rounds after the first, which is not timed")
     common.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser = argparse.ArgumentParser(
@@ -450,7 +463,8 @@ def _parser() -> argparse.ArgumentParser:
     step.add_argument(
         "--steps", type=int, default=128, help="of one timing; on a CPU fewer of many rows"
     )
-    step.add_argument("--samplers", nargs="+", default=[DEFAULT, GREEDY, MIN_P], help="presets")
+    presets = "presets, each with its settings: 'entropix sampler.dry.multiplier=0'"
+    step.add_argument("--samplers", nargs="+", default=[DEFAULT, GREEDY, MIN_P], help=presets)
     prompt.add_argument("--tokens", nargs="+", type=int, default=[128, 512])
     batch.add_argument("--slots", type=int, default=32)
     batch.add_argument("--records", type=int, default=400, help="prompts")
