@@ -14,9 +14,8 @@ from entropix_jax.stats import AttnStats, entropy_and_varentropy, sum_last
 # From this many new tokens on, a CPU uses the other devices' form for scores: half the time for a
 # prompt of 512, with the same digits.
 _MANY = 32
-# A row's scores of more bytes are computed in blocks of so many tokens. Fewer are faster at once.
-_LARGE = 1 << 24
-_BLOCK = 128
+_LARGE = 1 << 24  # bytes of a row's scores, above which blocks of tokens are faster on a CPU
+_BLOCK = 128  # tokens
 # Up to this many positions the queries of a single token are multiplied one by one, in 0.4 to 0.8
 # of the time. Each query reads the keys again, so they must fit into the processor's cache.
 _NEAR = 4096
