@@ -100,8 +100,9 @@ class Model:
         dtype = precision.activations if weights == INT8 else precision.weights
 
         def weight(array: jax.Array) -> Weight:
-            small = quantized(array) if weights == INT8 and array.ndim == 2 else array
-            return arranged(small) if jax.default_backend() == "cpu" else small
+            if weights == INT8 and array.ndim == 2:
+                array = quantized(array, rounds=precision.rounds)
+            return arranged(array) if jax.default_backend() == "cpu" else array
 
         params = jax.tree.map(weight, init_params(config, jax.random.key(0), dtype))
         return cls(config, params, precision)
@@ -190,8 +191,7 @@ class Model:
         return seconds
 
     def prefill(self, tokens: int, rows: int = 1) -> Timed:
-        """Times the reading of a prompt into an empty cache, in the engine's parts, one of `rows`
-        in the same calls."""
+        """Times one of `rows` prompts that are read together, in the engine's parts."""
         capacity = bucket(tokens + 1, PREFILL_WINDOW)
         size = min(bucket(tokens, PREFILL_WINDOW), chunk_size(self.config, tokens, 1, MAX_PREFILL))
         slots = None if rows == 1 else jnp.arange(rows, dtype=jnp.int32)

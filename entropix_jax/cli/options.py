@@ -58,10 +58,10 @@ Folder = Annotated[str | None, option("DIR")]
 Model = Annotated[str | None, option("MODEL")]
 Module = Annotated[str | None, option("MODULE")]
 _Weights = Literal["bfloat16", "float32", "int8"]
-_Activations = Literal["auto", "float32", "bfloat16"]
+_Activations = Literal["auto", "float32", "bfloat16", "int8"]
 _weights = option("{bfloat16,float32,int8}", _Weights, aliases=["--weights"])
 Dtype = Annotated[_Weights | None, _weights]
-Activations = Annotated[_Activations, option("{auto,float32,bfloat16}", _Activations)]
+Activations = Annotated[_Activations, option("{auto,float32,bfloat16,int8}", _Activations)]
 Count = Annotated[int, tyro.conf.arg(metavar="N")]
 OptionalCount = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
 Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
@@ -89,7 +89,7 @@ class ModelOptions:
     precision: Activations = "auto"
     """Dtype of hidden states and, except on a CPU, of the cache. auto: that of the weights, on a
     CPU only if it multiplies bfloat16, else float32. Rows have the same tokens alone and in a batch
-    with float32."""
+    with float32. int8, with --weights int8: products of several rows are of integers."""
     check: Flag = False
     """Check all weights and activations for NaN and infinity. An error names the tensor, or the
     layer and the position."""

@@ -6,11 +6,14 @@ a CPU) it is a plain product. Narrower weights (bfloat16 on a CPU) stay narrow i
 layout that `arranged` chooses, and are widened inside the product; few vectors are instead split
 into bfloat16 terms if the processor multiplies bfloat16. Bfloat16 activations on a CPU are
 multiplied in bfloat16 where that is faster, else widened. Int8 weights
-carry a scale per output channel, which is applied to the product.
+carry a scale per output channel, which is applied to the product. With `--precision int8` several
+vectors are rounded to int8, too, and multiplied as integers.
 """
 
 import math
+import operator
 from dataclasses import replace
+from functools import partial, reduce
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -55,18 +58,23 @@ class Quantized:
 
     values: Any  # int8 [out, in], an array or Columns
     scale: jax.Array  # float32 [out]
+    rounds: bool = struct.field(pytree_node=False, default=False)  # the vectors it multiplies, too
 
 
 Weight = jax.Array | Columns | Quantized
 
 
-@jax.jit
-def quantized(weight: jax.Array) -> Quantized:
+@partial(jax.jit, static_argnames="rounds")
+def quantized(weight: jax.Array, *, rounds: bool = False) -> Quantized:
     """Quantizes a matrix to int8 with one scale per row (output channel)."""
-    wide = weight.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(wide), axis=1) / 127.0
-    values = jnp.round(wide / jnp.where(scale > 0, scale, 1.0)[:, None]).astype(jnp.int8)
-    return Quantized(values=values, scale=scale)
+    return Quantized(*_rounded(weight.astype(jnp.float32)), rounds=rounds)
+
+
+def _rounded(vectors: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The float32 vectors `[..., n]` as int8, and the scale of each."""
+    scale = jnp.max(jnp.abs(vectors), axis=-1) / 127.0
+    values = jnp.round(vectors / jnp.where(scale > 0, scale, 1.0)[..., None])
+    return values.astype(jnp.int8), scale
 
 
 def arranged(weight: Weight) -> Weight:
@@ -94,13 +102,22 @@ def linear(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.A
 
 
 def product(x: jax.Array, weight: Weight) -> jax.Array:
-    """`x[..., in] @ weight[out, in].T` in float32, for logits."""
+    """`x[..., in] @ weight[out, in].T` in float32, for logits; int8 vectors give int32."""
     if isinstance(weight, Quantized):
-        return product(x, weight.values) * weight.scale.reshape((1,) * (x.ndim - 1) + (-1,))
+        values, scale = weight.values, weight.scale.reshape((1,) * (x.ndim - 1) + (-1,))
+        # A CPU takes ten times as long for a single vector of integers.
+        if not weight.rounds or math.prod(x.shape[:-1]) == 1:
+            return product(x, values) * scale
+        small, own_scale = _rounded(x.astype(jnp.float32))
+        return product(small, values).astype(jnp.float32) * own_scale[..., None] * scale
     if isinstance(weight, Columns):
         ends = [*accumulate(block.shape[1] for block in weight.blocks[:-1])]
         parts = zip(jnp.split(x, ends, axis=-1), weight.blocks, strict=True)
-        return sum((product(part, block) for part, block in parts), jnp.float32(0))
+        return reduce(operator.add, (product(part, block) for part, block in parts))
+    if x.dtype == jnp.int8:
+        return lax.dot_general(
+            x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.int32
+        )
     if x.dtype == weight.dtype == jnp.float32:
         return _dot(x, weight)
     on_cpu = _bfloat16_product if x.dtype == jnp.bfloat16 else _float32_product

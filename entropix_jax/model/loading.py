@@ -138,7 +138,7 @@ def load(
         mesh: the devices over which the weights are split; None is the default device only.
         precision: "float32" or "bfloat16", the type of hidden states and, except on a CPU, of the
             cache; "auto" is that of the weights where this device is fast with it, see
-            `choose_precision`.
+            `choose_precision`. "int8", for weights in int8, rounds the vectors of products, too.
         check: look for NaN and infinity in all weights.
 
     Warns of unknown configuration keys. UserError if the model or the device is missing, a file is
@@ -169,7 +169,9 @@ def load(
         raise UserError(f"{folder}: its weights do not fit into memory: {sizes}{smaller}")
     rules = None if mesh is None or mesh.size == 1 else rules_for(mesh, config)
     shardings = None if rules is None else rules.params(config)
-    params = read_params(files.tensors, config, weights, shardings, check=check)
+    params = read_params(
+        files.tensors, config, weights, shardings, check=check, rounds=dtypes.rounds
+    )
     loaded = LanguageModel(folder, config, eos_ids, params, dtypes, tokenizer, rules)
     if (about_turns := loaded.turn_note()) is not None:
         warnings.warn(about_turns, Note, stacklevel=2)

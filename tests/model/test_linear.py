@@ -111,6 +111,21 @@ def test_bfloat16_vectors_are_multiplied_exactly(count: int, small: bool, multip
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize("width", [256, 5000])
+@pytest.mark.parametrize("lead", [(1,), (2,), (3, 20)], ids=str)
+def test_rounded_vectors_are_multiplied_as_integers(lead: tuple[int, ...], width: int) -> None:
+    """Exactly; a single one is widened."""
+    x, weight = operands((*lead, width), 40, F32, F32)
+    small = arranged(quantized(weight, rounds=True))
+    got = compiled_product(x, small)
+    wide, whole = np.asarray(x, np.float64), quantized(weight)
+    scale = np.abs(wide).max(-1, keepdims=True) / 127
+    rounded = wide if lead == (1,) else np.round(np.asarray(x / jnp.float32(scale))) * scale
+    want = rounded @ np.asarray(whole.values, np.float64).T * np.asarray(whole.scale)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+    assert (np.abs(got - compiled_product(x, whole)).max() > 1e-2) == (lead != (1,))
+
+
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_is_seen_in_its_own_vector(number: float, multiplied: bool) -> None:
     x, weight = operands((4, 64), 24, F32, BF16)
