@@ -119,7 +119,7 @@ def _mix_in_blocks(
     split = queries.reshape(batch, -1, size, groups, heads // groups, head_dim)
     each = (
         split.transpose(3, 1, 0, 2, 4, 5),
-        *(jnp.moveaxis(x[:batch], 1, 0) for x in (keys, values)),
+        *(jnp.moveaxis(x[:batch, :, :window], 1, 0) for x in (keys, values)),
     )
     mixed: jax.Array = lax.map(mix_head, each)  # [K, blocks, B, block, G*H]
     return mixed.transpose(2, 1, 3, 0, 4).reshape(batch, tokens, heads * head_dim)

@@ -5,9 +5,9 @@ The dtypes select the form. Where activations and weights share a dtype (any GPU
 a CPU) it is a plain product. Narrower weights (bfloat16 on a CPU) stay narrow in memory, in the
 layout that `arranged` chooses, and are widened inside the product; few vectors are instead split
 into bfloat16 terms if the processor multiplies bfloat16. Bfloat16 activations on a CPU are
-multiplied in bfloat16 where that is faster, else widened. Int8 weights
-carry a scale per output channel, which is applied to the product. With `--precision int8` several
-vectors are rounded to int8, too, and multiplied as integers.
+multiplied in bfloat16 where that is faster, else widened. Int8 weights carry a scale per output
+channel, which is applied to the product. With `--precision int8` several vectors are rounded to
+int8, too, and multiplied as integers.
 """
 
 import math
