@@ -25,6 +25,11 @@ from tests.support.samplers import LANES
 
 ROOT = Path(__file__).parents[2]
 
+# Of the largest number of its kind. Eight devices add float32 numbers in another order than one, and
+# which one depends on the processor: 1.1e-5 was seen on an AMD EPYC, of log-probabilities up to 2.2,
+# which are differences of larger logits.
+ROUNDING = 5e-5
+
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
@@ -145,13 +150,13 @@ def test_the_rows_do_all_that_rows_do(outcomes: dict[str, Outcome]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_rows_are_the_same_on_every_mesh(outcomes: dict[str, Outcome], mesh: str) -> None:
-    """Every token, count, flag and branch, however long a fork waits for lanes; every number to
-    1e-5 of the largest of its kind."""
+    """Every token, count, flag and branch, however long a fork waits for lanes; every number but for
+    rounding."""
     one, many = outcomes[""], outcomes[mesh]
     for expected, got in zip(one.lines, many.lines, strict=True):
         assert [line.exact for line in got] == [line.exact for line in expected]
         for a, b in zip(expected, got, strict=True):
-            assert np.abs(a.numbers - b.numbers).max() <= 1e-5 * np.abs(a.numbers).max()
+            assert np.abs(a.numbers - b.numbers).max() <= ROUNDING * np.abs(a.numbers).max()
     compare(one.states[-1], many.states[-1])
     compare(one.answered, many.answered)
     # A row that waits holds all shards, as it holds all rows of one device.
@@ -212,6 +217,6 @@ def compare(expected: Any, got: Any) -> None:
     for (path, a), b in zip(paths, jax.tree.leaves(got), strict=True):
         name = jax.tree_util.keystr(path)
         if a.dtype == np.float32 and a.size:
-            assert np.abs(a - b).max() <= 1e-5 * np.abs(a).max(), name
+            assert np.abs(a - b).max() <= ROUNDING * np.abs(a).max(), name
         else:
             np.testing.assert_array_equal(a, b, err_msg=name)
