@@ -150,8 +150,8 @@ def test_the_rows_do_all_that_rows_do(outcomes: dict[str, Outcome]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_rows_are_the_same_on_every_mesh(outcomes: dict[str, Outcome], mesh: str) -> None:
-    """Every token, count, flag and branch, however long a fork waits for lanes; every number but for
-    rounding."""
+    """Every token, count, flag and branch, however long a fork waits for lanes, and every number
+    within rounding."""
     one, many = outcomes[""], outcomes[mesh]
     for expected, got in zip(one.lines, many.lines, strict=True):
         assert [line.exact for line in got] == [line.exact for line in expected]
