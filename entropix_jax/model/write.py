@@ -93,6 +93,7 @@ def _copy_runs(cache: KVCache, *runs: jax.Array, block: int, axis: int) -> KVCac
 
     def copy(k: jax.Array, arrays: Any) -> Any:
         def copy_block(i: jax.Array, arrays: Any) -> Any:
+            @jax.jit  # traced once for all layers
             def put(x: jax.Array) -> jax.Array:
                 place, shape = [jnp.int32(0)] * 4, [1, *x.shape[1:]]
                 place[axis] = start[k] + i * block
