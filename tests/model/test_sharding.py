@@ -25,9 +25,8 @@ from tests.support.samplers import LANES
 
 ROOT = Path(__file__).parents[2]
 
-# Of the largest number of its kind. Eight devices add float32 numbers in another order than one, and
-# which one depends on the processor: 1.1e-5 was seen on an AMD EPYC, of log-probabilities up to 2.2,
-# which are differences of larger logits.
+# Relative to the largest number of its kind. Eight devices add float32 numbers in another order. An
+# AMD EPYC gave 1.1e-5, of log-probabilities up to 2.2, the differences of larger logits.
 ROUNDING = 5e-5
 
 
