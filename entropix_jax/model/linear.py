@@ -4,10 +4,10 @@ runs fastest.
 The dtypes select the form. Where activations and weights share a dtype (any GPU or TPU, float32 on
 a CPU) it is a plain product. Narrower weights (bfloat16 on a CPU) stay narrow in memory, in the
 layout that `arranged` chooses, and are widened inside the product; few vectors are instead split
-into bfloat16 terms if the processor multiplies bfloat16. Bfloat16 activations on a CPU are
-multiplied in bfloat16 where that is faster, else widened. Int8 weights carry a scale per output
-channel, which is applied to the product. With `--precision int8` several vectors are rounded to
-int8, too, and multiplied as integers.
+into terms of the weights' dtype if the processor multiplies these. Bfloat16 activations on a CPU
+are multiplied in bfloat16 where that is faster, else widened. Int8 weights carry a scale per output
+channel, which is applied to the product. With `--precision int8` several vectors are rounded to a
+single int8 term.
 """
 
 import math
@@ -106,10 +106,9 @@ def product(x: jax.Array, weight: Weight) -> jax.Array:
     if isinstance(weight, Quantized):
         values, scale = weight.values, weight.scale.reshape((1,) * (x.ndim - 1) + (-1,))
         # A CPU takes ten times as long for a single vector of integers.
-        if not weight.rounds or math.prod(x.shape[:-1]) == 1:
-            return product(x, values) * scale
-        small, own_scale = _rounded(x.astype(jnp.float32))
-        return product(small, values).astype(jnp.float32) * own_scale[..., None] * scale
+        if weight.rounds and math.prod(x.shape[:-1]) > 1:
+            return _integer_product(x, values, terms=1) * scale
+        return product(x, values) * scale
     if isinstance(weight, Columns):
         ends = [*accumulate(block.shape[1] for block in weight.blocks[:-1])]
         parts = zip(jnp.split(x, ends, axis=-1), weight.blocks, strict=True)
@@ -129,8 +128,8 @@ def _float32_product(x: jax.Array, weight: jax.Array) -> jax.Array:
     vectors = x.reshape(-1, x.shape[-1])
     if len(vectors) == 1:
         out = _vector_product(vectors, weight)
-    elif len(vectors) <= _FEW and weight.dtype == jnp.bfloat16 and multiplies_bfloat16():
-        out = _split_product(vectors, weight)
+    elif len(vectors) <= _FEW and weight.dtype in _SPLIT and multiplies_bfloat16():
+        out = _SPLIT[weight.dtype](vectors, weight)
     else:
         out = _blocked_product(vectors, weight)
     return out.reshape(*x.shape[:-1], weight.shape[0])
@@ -177,7 +176,7 @@ def _widening_product(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.sum(widened * x, axis=-1)[None, :]
 
 
-def _split_product(x: jax.Array, weight: jax.Array) -> jax.Array:
+def _bfloat16_terms_product(x: jax.Array, weight: jax.Array) -> jax.Array:
     """`x[rows, in]` times bfloat16 `weight[out, in]` without widening: x is split into a sum of
     three bfloat16 terms, whose products with the weight are exact in float32. (Except near the
     limits of float32's range; non-finite values become NaN.)"""
@@ -189,6 +188,28 @@ def _split_product(x: jax.Array, weight: jax.Array) -> jax.Array:
         rest = rest - part
     high, middle, low = jnp.split(_dot(jnp.concatenate(parts), weight), 3)
     return high + (middle + low)
+
+
+def _integer_product(x: jax.Array, weight: jax.Array | Columns, terms: int = 3) -> jax.Array:
+    """`x[..., rows, in]` times int8 `weight[out, in]` as integers: each vector is split into a sum
+    of int8 terms, each with a scale. Three terms hold it to 1e-7 of its largest entry, as close as
+    a float32 sum of products. One term rounds it. Non-finite vectors give non-finite results."""
+    parts, scales, rest = [], [], x.astype(jnp.float32)
+    for _ in range(terms):
+        part, scale = _rounded(rest)
+        parts.append(part)
+        scales.append(scale)
+        rest = rest - part.astype(jnp.float32) * scale[..., None]
+    sums = product(jnp.concatenate(parts), weight).astype(jnp.float32)
+    sums = sums * jnp.concatenate(scales)[..., None]
+    return reduce(operator.add, jnp.split(sums, terms)[::-1])
+
+
+# Products with several, but few vectors, by the weight's dtype.
+_SPLIT = {
+    jnp.dtype(jnp.bfloat16): _bfloat16_terms_product,
+    jnp.dtype(jnp.int8): _integer_product,
+}
 
 
 def _blocked_product(x: jax.Array, weight: jax.Array) -> jax.Array:

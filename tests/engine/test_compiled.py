@@ -157,7 +157,9 @@ def test_the_state_is_written_in_place(lanes: bool, capacity: int) -> None:
     assert program.memory_analysis().alias_size_in_bytes == state
 
 
-@pytest.mark.parametrize(("weights", "batch"), [*((one, 1) for one in TYPES), ("bfloat16", 4)])
+@pytest.mark.parametrize(
+    ("weights", "batch"), [*((one, 1) for one in TYPES), ("bfloat16", 4), ("int8", 4)]
+)
 def test_a_step_reads_each_weight_once(weights: str, batch: int) -> None:
     """As XLA counts the bytes of a forward pass: the weights as they are stored, and for the cache
     and all else less than eight times the cache. A widened copy would add twice the weights."""

@@ -126,16 +126,34 @@ def test_rounded_vectors_are_multiplied_as_integers(lead: tuple[int, ...], width
     assert (np.abs(got - compiled_product(x, whole)).max() > 1e-2) == (lead != (1,))
 
 
+@pytest.mark.parametrize("count", [2, 16, 17])
+def test_a_few_vectors_times_int8_are_exact_to_float32(count: int, multiplied: bool) -> None:
+    """Relative to a vector's largest entry, which may be far larger than the others."""
+    x, weight = operands((count, 256), 40, F32, F32)
+    x, small = x.at[:, 3].mul(1e3), quantized(weight)
+    got = compiled_product(x, small)
+    stored = small.values.astype(F32) * small.scale[:, None]
+    bound = 3e-7 * np.abs(x).max(1)[:, None] * np.abs(stored).sum(1)
+    assert np.all(np.abs(got - exact(x, stored)) <= bound)
+    text = jax.jit(lambda *of: product(*of)).lower(x, small).as_text()
+    assert ("i8>, tensor<40x256xi8>" in text) == (multiplied and count <= 16)
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["bfloat16", "int8"])
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_seen_in_its_own_vector(number: float, multiplied: bool) -> None:
+def test_what_is_not_finite_is_seen_in_its_own_vector(
+    number: float, small: bool, multiplied: bool
+) -> None:
     x, weight = operands((4, 64), 24, F32, BF16)
-    clean = np.asarray(compiled_product(x, weight))
-    got = np.asarray(compiled_product(x.at[2, 5].set(number), weight))
+    whole = quantized(weight) if small else weight
+    clean = np.asarray(compiled_product(x, whole))
+    got = np.asarray(compiled_product(x.at[2, 5].set(number), whole))
     assert not np.any(np.isfinite(got[2]))
     np.testing.assert_array_equal(np.delete(got, 2, 0), np.delete(clean, 2, 0))
-    got = np.asarray(compiled_product(x, weight.at[7, 5].set(number)))
-    assert not np.any(np.isfinite(got[:, 7]))
-    np.testing.assert_array_equal(np.delete(got, 7, 1), np.delete(clean, 7, 1))
+    if not small:
+        got = np.asarray(compiled_product(x, weight.at[7, 5].set(number)))
+        assert not np.any(np.isfinite(got[:, 7]))
+        np.testing.assert_array_equal(np.delete(got, 7, 1), np.delete(clean, 7, 1))
 
 
 # Narrow weights in blocks of columns.
