@@ -17,9 +17,9 @@ from entropix_jax.lab.results import own_measures
 from entropix_jax.lab.statistics import (
     Bootstrap,
     Floats,
-    auroc_interval,
     joint_intervals,
     percentile_interval,
+    resampled_auroc,
 )
 from entropix_jax.lab.votes import KINDS, MAJORITY, VOTES, Sample, rotate
 
@@ -383,6 +383,6 @@ def _predictors(sums: _Sums, watched: Sequence[str]) -> pd.DataFrame:
             if len(np.unique(wrong)) < 2:
                 continue  # all right or all wrong: nothing to predict
             places = part["place"].to_numpy()
-            aurocs = [auroc_interval(part[key].to_numpy(), wrong, places) for key in PREDICTORS]
-            predictors.append((setting, task, *aurocs))
+            found = [resampled_auroc(part[key].to_numpy(), wrong, places) for key in PREDICTORS]
+            predictors.append((setting, task, *(percentile_interval(*own) for own in found)))
     return pd.DataFrame(predictors, columns=["setting", "task", *PREDICTORS])

@@ -45,7 +45,6 @@ PREDICTORS: Mapping[str, tuple[str, ...]] = {
 }
 LABELS = ("pivot", "mistake")
 _FOLDS = 10
-_RESAMPLES = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +232,8 @@ def summarise(path: Path) -> str:
     difference from entropy alone. Labels that all or no tokens of a task have are omitted."""
     import pandas as pd
 
+    from entropix_jax.lab.statistics import percentile_interval, resampled_auroc
+
     answers = pd.read_json(path, lines=True)
     if "pivot" not in answers:
         raise UserError(f"{path}: no question was answered")
@@ -249,7 +250,10 @@ def summarise(path: Path) -> str:
                 name: predict(group[[*used]].to_numpy(), positive, prompts)
                 for name, used in PREDICTORS.items()
             }
-            for name, (value, difference) in compare(scores, positive, prompts).items():
+            found = {name: resampled_auroc(own, positive, prompts) for name, own in scores.items()}
+            base, base_each = found["entropy"]
+            for name, (value, each) in found.items():
+                difference = percentile_interval(value - base, each - base_each)
                 rows.append(
                     {
                         "task": task,
@@ -257,8 +261,8 @@ def summarise(path: Path) -> str:
                         "tokens": len(group),
                         "positive": int(positive.sum()),
                         "predictor": name,
-                        "AUROC": value,
-                        "difference from entropy": difference,
+                        "AUROC": str(percentile_interval(value, each)),
+                        "difference from entropy": "" if name == "entropy" else str(difference),
                     }
                 )
     return str(pd.DataFrame(rows).to_markdown(index=False)) + "\n"
@@ -292,36 +296,3 @@ def fit_logistic(features: np.ndarray, positive: np.ndarray, ridge: float = 1.0)
         if np.abs(step).max() < 1e-8:
             break
     return weights
-
-
-def compare(
-    scores: Mapping[str, np.ndarray], positive: np.ndarray, prompts: np.ndarray
-) -> dict[str, tuple[str, str]]:
-    """Returns the AUROC of each predictor, and its difference from that of entropy, each with its
-    95 % interval by a bootstrap over prompts."""
-    from entropix_jax.lab.statistics import auroc
-
-    values = {name: auroc(own, positive) for name, own in scores.items()}
-    rng, places = np.random.default_rng(0), np.unique(prompts)
-    members = [np.flatnonzero(prompts == place) for place in places]
-    resampled: dict[str, list[float]] = {name: [] for name in scores}
-    for _ in range(_RESAMPLES):
-        chosen = np.concatenate([members[i] for i in rng.integers(len(places), size=len(places))])
-        for name, own in scores.items():
-            resampled[name].append(auroc(own[chosen], positive[chosen]))
-    found = {name: np.array(own) for name, own in resampled.items()}
-
-    def shown(value: float, sample: np.ndarray) -> str:
-        low, high = np.nanquantile(sample, [0.025, 0.975])
-        return f"{value:.3f} [{low:.3f}, {high:.3f}]"
-
-    entropy = next(iter(scores))
-    return {
-        name: (
-            shown(values[name], found[name]),
-            ""
-            if name == entropy
-            else shown(values[name] - values[entropy], found[name] - found[entropy]),
-        )
-        for name in scores
-    }

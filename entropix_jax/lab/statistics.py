@@ -156,21 +156,17 @@ def auroc(scores: Floats, positive: NDArray[np.bool_]) -> float:
     return (total - positives * (positives + 1) / 2) / (positives * negatives)
 
 
-def auroc_interval(
-    scores: Floats, positive: NDArray[np.bool_], items: NDArray[np.int64]
-) -> Interval:
-    """Returns the AUROC of rows, with a bootstrap over their items.
-
-    Resamples without both classes are left out; the interval is NaN if none has both.
-    """
+def resampled_auroc(
+    scores: Floats, positive: NDArray[np.bool_], items: NDArray[np.integer]
+) -> tuple[float, Floats]:
+    """Returns the AUROC of rows, and that of each resample of their items, the same ones in every
+    call; NaN for resamples without both classes."""
     rng = np.random.default_rng(0)
     order = np.argsort(items, kind="stable")
     _, first = np.unique(items[order], return_index=True)
     rows = np.split(order, first[1:])
-    resampled = []
-    for _ in range(_AUROC_RESAMPLES):
+    each = np.empty(_AUROC_RESAMPLES)
+    for index in range(_AUROC_RESAMPLES):
         chosen = np.concatenate([rows[i] for i in rng.integers(len(rows), size=len(rows))])
-        value = auroc(scores[chosen], positive[chosen])
-        if not np.isnan(value):
-            resampled.append(value)
-    return percentile_interval(auroc(scores, positive), np.asarray(resampled or [np.nan]))
+        each[index] = auroc(scores[chosen], positive[chosen])
+    return auroc(scores, positive), each

@@ -20,8 +20,9 @@ from entropix_jax.lab.statistics import (
     Bootstrap,
     Interval,
     auroc,
-    auroc_interval,
     joint_intervals,
+    percentile_interval,
+    resampled_auroc,
 )
 from tests.support.runs import unrun
 
@@ -195,6 +196,10 @@ def test_auroc_is_mann_whitney(ties: bool) -> None:
         expected = u / (positive.sum() * (~positive).sum())
         assert auroc(scores, positive) == pytest.approx(expected, abs=1e-12)
         assert auroc(-scores, positive) == pytest.approx(1 - expected, abs=1e-12)
+
+
+def auroc_interval(scores: Floats, positive: NDArray[np.bool_], items: NDArray[Any]) -> Interval:
+    return percentile_interval(*resampled_auroc(scores, positive, items))
 
 
 def test_auroc_without_both_classes_is_nan() -> None:
