@@ -22,6 +22,7 @@ from entropix_jax.cli.options import (
     Folder,
     Model,
     Module,
+    Texts,
     model_name,
 )
 from entropix_jax.errors import check_range, require
@@ -32,13 +33,15 @@ if TYPE_CHECKING:
     from entropix_jax.lab.trials import TrialRun
     from entropix_jax.model.loading import LanguageModel
 
+Names = Annotated[Texts, tyro.conf.arg(metavar="NAME ...", help_behavior_hint="")]
+
 
 @dataclass(frozen=True, kw_only=True)
-class StudyOptions:
-    """Options of `ablate` and `evaluate`."""
+class RunOptions:
+    """Options of `ablate`, `evaluate` and `pivots`."""
 
     output: Annotated[str, tyro.conf.arg(metavar="DIR")]
-    """Folder of the results. The same command resumes an interrupted study."""
+    """Folder of the results. The same command resumes an interrupted run."""
     data: Folder = None
     """Folder of published files, for tasks named without a file: gsm8k_test.jsonl, svamp.json,
     nq_open_dev.jsonl, ifeval.jsonl, prompts.csv (default: the environment variable
@@ -52,6 +55,21 @@ class StudyOptions:
     """Dtype of the weights in memory (default: the checkpoint's)."""
     precision: Activations = "auto"
     """Dtype of hidden states, as in generate. Name it to compare studies of several machines."""
+
+    def load(self, name: str) -> LanguageModel:
+        """Loads the model of a name, and turns the compilation cache on."""
+        from entropix_jax.host.compile_cache import use_compilation_cache
+        from entropix_jax.model.loading import check_backend, load, resolve_model
+
+        check_backend()
+        use_compilation_cache()
+        return load(str(resolve_model(name)), self.dtype, precision=self.precision)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyOptions(RunOptions):
+    """Options of `ablate` and `evaluate`."""
+
     plugin: Module = None
     """Python module whose MECHANISMS the samplers may use. It is imported, so its code runs."""
 
@@ -72,19 +90,12 @@ def run_study(plan: Callable[[Calibrate], Sweep], options: StudyOptions) -> int:
     check_range("--slots", options.slots, 1)
     from entropix_jax.cli.status import ProgressView
     from entropix_jax.engine.preparation import calibrate_sampler
-    from entropix_jax.host.compile_cache import use_compilation_cache
     from entropix_jax.host.interrupts import deferred_interrupts
     from entropix_jax.lab.study import Study
-    from entropix_jax.model.loading import check_backend, load, resolve_model
+    from entropix_jax.model.loading import resolve_model
 
     model, folder = model_name(options.model), Path(options.output)
-
-    @cache
-    def load_once() -> LanguageModel:
-        check_backend()
-        use_compilation_cache()
-        return load(str(resolve_model(model)), options.dtype, precision=options.precision)
-
+    load_once = cache(lambda: options.load(model))
     sweep = plan(lambda sampler: calibrate_sampler(sampler, load_once()).sampler)
     path = resolve_model(model)
     # A hub snapshot's folder is named by its commit, so the hub id is kept as the name.

@@ -3,16 +3,13 @@
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
-
-from entropix_jax.cli.options import Count, OptionalCount, Texts, own_mechanisms
+from entropix_jax.cli.options import Count, OptionalCount, own_mechanisms
 from entropix_jax.errors import check_range
-from entropix_jax.lab.command import StudyOptions, run_study
+from entropix_jax.lab.command import Names, StudyOptions, run_study
 
 _SAMPLERS = ("temperature", "greedy", "entropix")
-_Names = Annotated[Texts, tyro.conf.arg(metavar="NAME ...", help_behavior_hint="")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +21,11 @@ class Arguments(StudyOptions):
         --task sums --model tiny --output build/study
     """
 
-    task: _Names
+    task: Names
     """sums, word-problems, facts, forks, documents (for the tiny model); gsm8k, svamp, nq-open,
     ifeval, writing, each with its file (svamp:FILE.json) or without (see --data); or your own,
     module:attribute or file.py:attribute."""
-    sampler: _Names = ()
+    sampler: Names = ()
     """Presets or sampler files (default: temperature greedy entropix)."""
     items: Count = 100
     """Number of items per task; 0 for all."""

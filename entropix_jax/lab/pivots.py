@@ -14,14 +14,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tyro
 
-from entropix_jax.cli.options import EXIT_OK, Count, Folder, Model, Texts, model_name
+from entropix_jax.cli.options import EXIT_OK, Count, model_name
 from entropix_jax.cli.status import StatusLine
 from entropix_jax.errors import UserError, check_range, require
+from entropix_jax.lab.command import Names, RunOptions
 from entropix_jax.version import __version__
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ _FOLDS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class Arguments(RunOptions):
     """Finds the tokens that decide greedy answers, and measures whether entropy, varentropy and
     attention predict them.
 
@@ -56,14 +56,8 @@ class Arguments:
         --task word-problems --model tiny --output build/pivots
     """
 
-    task: Annotated[Texts, tyro.conf.arg(metavar="NAME ...", help_behavior_hint="")]
+    task: Names
     """Tasks of `evaluate` whose answers can be compared."""
-    output: Annotated[str, tyro.conf.arg(metavar="DIR")]
-    """Folder of the results. The same command resumes an interrupted run."""
-    data: Folder = None
-    """Folder of the published files of tasks (default: ENTROPIX_DATA)."""
-    model: Model = None
-    """smollm2, tiny, a folder, a GGUF file or a hub id (default: smollm2 if installed)."""
     items: Count = 100
     """Number of items per task; 0 for all."""
     slots: Count = 32
@@ -79,11 +73,9 @@ def run(arguments: Arguments) -> int:
     check_range("--slots", arguments.slots, 1)
     check_range("--tokens", arguments.tokens, 1)
     from entropix_jax.batch.output import Store
-    from entropix_jax.host.compile_cache import use_compilation_cache
     from entropix_jax.host.interrupts import deferred_interrupts
     from entropix_jax.lab.tasks.registry import find_task, locate_task
     from entropix_jax.lab.trials import read_questions
-    from entropix_jax.model.loading import check_backend, load, resolve_model
 
     names = [name for texts in arguments.task for name in texts]
     if not names:
@@ -97,9 +89,7 @@ def run(arguments: Arguments) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{folder}: the folder cannot be created: {error.strerror}") from None
-    check_backend()
-    use_compilation_cache()
-    model = load(str(resolve_model(model_name(arguments.model))))
+    model = arguments.load(model_name(arguments.model))
     questions = [
         question
         for task in tasks

@@ -34,7 +34,7 @@ def answer_to(model: LanguageModel, question: Question, given: list[int]) -> Row
 
 def test_labels_and_measures(tiny: LanguageModel, tmp_path: Path) -> None:
     arguments = ["pivots", "--task", "word-problems", "--model", "tiny", "--items", 3]
-    arguments += ["--tokens", TOKENS, "--output", tmp_path]
+    arguments += ["--tokens", TOKENS, "--precision", "float32", "--output", tmp_path]
     assert run_command(*arguments).status == 0
     results = [json.loads(line) for line in (tmp_path / "tokens.jsonl").read_text().splitlines()]
     task = find_task("word-problems")
