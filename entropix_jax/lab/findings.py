@@ -306,7 +306,8 @@ def _scores(
         )
         at_equal = None
         if setting != baseline and len(sizes) > 1:
-            at_equal = bootstrap.over_curve(curve("forwards"), curve(SCORE), cost, score)
+            over = bootstrap.over_curve(curve("forwards"), curve(SCORE), cost, score)
+            at_equal = percentile_interval(*over)
         found.append((setting, bootstrap.mean(cost), at_equal))
     return pd.DataFrame(found, columns=["setting", "forwards", "at_equal_forwards"])
 
@@ -339,7 +340,7 @@ def compare_searches(
     points = sorted((of(setting) for setting in curve), key=lambda point: bootstrap.mean(point[0]))
     costs, scores = (np.stack(one) for one in zip(*points, strict=True))
     others = [setting for setting in sums.settings if setting not in curve]
-    found = {s: bootstrap.resampled_over_curve(costs, scores, *of(s)) for s in others}
+    found = {s: bootstrap.over_curve(costs, scores, *of(s)) for s in others}
     for one, other in pairs:
         (value, each), (less, each_less) = found[one], found[other]
         found[f"{one} - {other}"] = value - less, each - each_less

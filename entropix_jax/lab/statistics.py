@@ -81,11 +81,7 @@ class Bootstrap:
         whole = self.mean(wholes)
         return self.mean(parts) / whole if whole else float("nan"), each
 
-    def over_curve(self, costs: Floats, curve: Floats, cost: Floats, scores: Floats) -> Interval:
-        """The interval of `resampled_over_curve`."""
-        return percentile_interval(*self.resampled_over_curve(costs, curve, cost, scores))
-
-    def resampled_over_curve(
+    def over_curve(
         self, costs: Floats, curve: Floats, cost: Floats, scores: Floats
     ) -> tuple[float, Floats]:
         """Returns the difference between `scores[I]` at `cost[I]` forward passes and a curve at the

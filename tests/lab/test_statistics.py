@@ -51,7 +51,7 @@ def test_equal_scores_have_an_interval_without_width(items: int) -> None:
     costs, curve = np.ones((2, items + 3)), np.ones((2, items + 3))
     costs[1] = 3.0
     over = bootstrap.over_curve(costs, curve, np.full(items + 3, 1.7), np.ones(items + 3))
-    assert over.verdict == "not significant"
+    assert percentile_interval(*over).verdict == "not significant"
 
 
 def weights() -> tuple[Floats, Floats]:
@@ -162,7 +162,7 @@ def test_over_a_curve_by_hand() -> None:
     costs = np.cumsum(rng.random((3, number)) + 1, axis=0)
     curve, scores = np.cumsum(rng.random((3, number)), axis=0) / 3, rng.random(number)
     cost = rng.random(number) * 4 + 0.5
-    found = Bootstrap(STRATA).over_curve(costs, curve, cost, scores)
+    found = percentile_interval(*Bootstrap(STRATA).over_curve(costs, curve, cost, scores))
 
     def above(weight: Floats) -> float:
         x, y = ([float(weight @ points) for points in values] for values in (costs, curve))

@@ -27,6 +27,7 @@ from entropix_jax.lab.statistics import (
     Bootstrap,
     Interval,
     joint_intervals,
+    percentile_interval,
 )
 from entropix_jax.lab.sweep import Setting, read_sweep
 from entropix_jax.lab.tasks.registry import find_task
@@ -238,7 +239,10 @@ def test_scores_and_votes_of_the_summary(done: Path) -> None:
         if name == "hot":
             assert differences == ["", ""]
         else:
-            assert differences == [signed(joint[name]), signed(over_curve(costs, curve, cost, own))]
+            assert differences == [
+                signed(joint[name]),
+                signed(percentile_interval(*over_curve(costs, curve, cost, own))),
+            ]
         mean = array(done, name, "forwards").mean()
         three = f"{estimate(majority(done, name))} ({3 * mean:.0f})"
         assert told == [name, "majority", f"{score} ({mean:.0f})", three]
