@@ -61,13 +61,9 @@ class Sum:
     @property
     def split(self) -> Split:
         """1/16 tuning, 1/16 test, 14/16 train."""
-        return _split(self.first, self.sign, self.second)
-
-
-@cache
-def _split(first: int, sign: Sign, second: int) -> Split:
-    bucket = sha256(f"{first} {sign} {second}".encode()).digest()[0] % 16
-    return "test" if bucket == 0 else "tuning" if bucket == 1 else "train"
+        text = f"{self.first} {self.sign} {self.second}"
+        bucket = sha256(text.encode()).digest()[0] % 16
+        return "test" if bucket == 0 else "tuning" if bucket == 1 else "train"
 
 
 class NoSuchProblem(ValueError):
