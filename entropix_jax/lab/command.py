@@ -103,15 +103,9 @@ def run_study(plan: Callable[[Calibrate], Sweep], options: StudyOptions) -> int:
     study = Study(load_once(), sweep, folder, name=name, slots=options.slots)
 
     # Run it, with a progress bar for each phase.
-    printed: set[str] = set()
-
     @contextmanager
     def watch(phase: str, number: int, store: Store, run: TrialRun) -> Iterator[Callable[[], None]]:
         done = f", {store.done} already done" if store.done else ""
-        for note in run.notes:
-            if note not in printed:
-                print(f"note: {note}", file=sys.stderr)
-                printed.add(note)
         print(f"{phase}: {number} rows{done}", file=sys.stderr)
 
         with ProgressView(store, run, number) as view:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from entropix_jax.engine.preparation import CalibratedSampler, calibrate_sampler
 from entropix_jax.engine.results import Request, Row
 from entropix_jax.engine.search import Search, recording_for
 from entropix_jax.engine.state import Recording
-from entropix_jax.errors import UserError
+from entropix_jax.errors import Note, UserError
 from entropix_jax.lab.measures import measure_row
 from entropix_jax.lab.sweep import NONE, ByTask, Setting
 from entropix_jax.lab.tasks.task import Item, Split, Task
@@ -196,8 +197,8 @@ class TrialRun:
         own = {setting.name: self._calibrated(setting) for setting in settings}
         used = frozenset().union(*(sampler.parts.used for sampler in own.values()))
         self.samplers = {name: replace(sampler, others=used) for name, sampler in own.items()}
-        notes = (note for sampler in self.samplers.values() for note in sampler.notes)
-        self.notes = tuple(dict.fromkeys(notes))
+        for note in (note for sampler in self.samplers.values() for note in sampler.notes):
+            warnings.warn(note, Note, stacklevel=2)
         self.tokens = 0
         needs = [recording_for(setting.method, setting.forks) for setting in settings]
         recording = Recording(
