@@ -219,14 +219,35 @@ class _Documents(Task):
         return "".join(said[:count])
 
     def extract(self, item: Item, text: str) -> str | None:
-        """The text without hesitations."""
-        assert isinstance(item.prompt, str)
-        return remove_hesitations(item.prompt, text) or None
+        """Removes the hesitations from a continuation.
+
+        With `Wait...` goes its restatement: the words that the world itself restates there or, if
+        the world would not hesitate, any repetition of the words just before; either may be cut by
+        the text's end. Of several readings, the one that stays possible the longest is chosen, then
+        the one that keeps the most. `Wait...` stays only where the world needs it: before worked
+        sums.
+        """
+        before = split_terminals(f"{BEGIN}{item.prompt}")
+        pieces: list[str] = []
+        for index, stretch in enumerate(_HESITATION.split(text)):
+            if index % 2 == 0:
+                pieces += split_terminals(stretch)
+            elif stretch != PAUSE and pieces[-1:] != [_MARK]:
+                pieces.append(_MARK)
+        *_, said = _read(before, tuple(pieces))
+        return "".join(said[len(before) :]) or None
 
     def score(self, item: Item, answer: str | None) -> float:
-        """The share of the words before the first impossible one; 0 for no text."""
-        assert isinstance(item.prompt, str)
-        return score_possible_share(item.prompt, answer or "")
+        """The share of the words before the first impossible one; 0 for no text.
+
+        A last word that is cut, as by the budget, counts as possible.
+        """
+        before, pieces = split_terminals(f"{BEGIN}{item.prompt}"), split_terminals(answer or "")
+        possible, upcoming = _follow((*before, *pieces))
+        possible -= len(before)
+        if pieces and _cut(upcoming, "".join(pieces[possible:])):
+            return 1.0
+        return possible / len(pieces) if pieces else 0.0
 
 
 def _classify_document(said: Sequence[str]) -> str:
@@ -246,40 +267,6 @@ def _classify_document(said: Sequence[str]) -> str:
 # Judges whether a text could have been written in the world, hesitations aside. A sampler may
 # inject `Wait...` anywhere, which says nothing about the model, so it is removed before a text is
 # judged. So are hesitations of the model itself, as the two look the same.
-
-
-def remove_hesitations(prompt: str, text: str) -> str:
-    """Removes the hesitations from a continuation of a prompt.
-
-    With `Wait...` goes its restatement: the words that the world itself restates there or, if the
-    world would not hesitate, any repetition of the words just before; either may be cut by the
-    text's end. Of several readings, the one that stays possible the longest is chosen, then the
-    one that keeps the most. `Wait...` stays only where the world needs it: before worked sums.
-    """
-    before = split_terminals(f"{BEGIN}{prompt}")
-    pieces: list[str] = []
-    for index, stretch in enumerate(_HESITATION.split(text)):
-        if index % 2 == 0:
-            pieces += split_terminals(stretch)
-        elif stretch != PAUSE and pieces[-1:] != [_MARK]:
-            pieces.append(_MARK)
-    *_, said = _read(before, tuple(pieces))
-    return "".join(said[len(before) :])
-
-
-def score_possible_share(prompt: str, text: str) -> float:
-    """The share of a continuation's words before the first impossible one; 0 for an empty text.
-
-    A last word that is cut, as by the budget, counts as possible.
-    """
-    before = split_terminals(f"{BEGIN}{prompt}")
-    pieces = split_terminals(text)
-    possible, upcoming = _follow((*before, *pieces))
-    possible -= len(before)
-    rest = "".join(pieces[possible:])
-    if pieces and _cut(upcoming, rest):
-        return 1.0
-    return possible / len(pieces) if pieces else 0.0
 
 
 def _read(said: _Pieces, pieces: _Pieces) -> tuple[int, int, int, _Pieces]:
