@@ -69,10 +69,6 @@ def _figure(
         pyplot.close(drawn)
 
 
-def _legend(axes: Any) -> None:
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, frameon=False)
-
-
 def error_bars(scores: Sequence[Interval]) -> list[list[float]]:
     """Returns the lengths [2, n] of the error bars, down and up, clipped at 0 because a percentile
     interval need not contain the value."""
@@ -127,7 +123,7 @@ def _scores(findings: Findings, folder: Path) -> str:
             axis("{x:g}")
         axes.set_xlabel("forward passes per answer, beyond the prompt")
         axes.set_ylabel("score")
-        _legend(axes)
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, frameon=False)
     return "scores"
 
 
