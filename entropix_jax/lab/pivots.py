@@ -73,6 +73,8 @@ def run(arguments: Arguments) -> int:
     check_range("--slots", arguments.slots, 1)
     check_range("--tokens", arguments.tokens, 1)
     from entropix_jax.batch.output import Store
+    from entropix_jax.engine.engine import Engine
+    from entropix_jax.engine.state import Recording
     from entropix_jax.host.interrupts import deferred_interrupts
     from entropix_jax.lab.tasks.registry import find_task, locate_task
     from entropix_jax.lab.trials import read_questions
@@ -102,7 +104,11 @@ def run(arguments: Arguments) -> int:
         "tokens": arguments.tokens,
         "version": __version__,
     }
-    engine, status = make_engine(model, questions, arguments.slots), StatusLine()
+    longest = max(len(question.prompt) + question.max_new_tokens for question in questions)
+    capacity = min(-(-longest // 64) * 64, model.config.max_positions)
+    recording = Recording(top=2, state=True)
+    engine = Engine(model, slots=arguments.slots, capacity=capacity, recording=recording)
+    status = StatusLine()
     with (
         Store(str(folder / "tokens.jsonl"), identity) as store,
         deferred_interrupts(engine.stop, (signal.SIGINT, signal.SIGTERM)) as pressed,
@@ -117,17 +123,6 @@ def run(arguments: Arguments) -> int:
     (folder / "summary.md").write_text(text, encoding="utf-8")
     print(text)
     return EXIT_OK
-
-
-def make_engine(model: LanguageModel, questions: Sequence[Question], slots: int) -> Engine:
-    """Returns an engine for the questions and their answers."""
-    from entropix_jax.engine.engine import Engine
-    from entropix_jax.engine.state import Recording
-
-    longest = max(len(question.prompt) + question.max_new_tokens for question in questions)
-    capacity = min(-(-longest // 64) * 64, model.config.max_positions)
-    recording = Recording(top=2, state=True)
-    return Engine(model, slots=slots, capacity=capacity, recording=recording)
 
 
 def measure(
