@@ -65,15 +65,9 @@ class FileTask(Task):
         ...
 
     def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
-        """The items of `split_items`. UserError if the file is invalid, or two ids are equal."""
+        """The items of `split_items`. UserError if the file is invalid."""
         check_split(split)
-        items = list(self.read(chat=chat))
-        seen: set[str] = set()
-        for item in items:
-            if item.id in seen:
-                raise UserError(f"{self.path}: two entries have the id {item.id!r}")
-            seen.add(item.id)
-        yield from split_items(items, split)
+        yield from split_items(self.read(chat=chat), split)
 
 
 class JsonTask(FileTask):
