@@ -53,15 +53,15 @@ def row(
         "varied": {},
         "seed": seed,
         "expected": "",
-        "retracted": 0,
-        "finish_reason": "end",
+        "retracted": place,
+        "finish_reason": "length" if item == "0" else "end",
         "score": score if task in SCORED else None,
         "answer": f"{score}" if VOTES[task] else " ".join(words),
         "text": " ".join(words),
         "tokens": len(words),
         "forwards": len(words) + place,
-        "regimes": {"lelv": len(words)},
-        "actions": {"sample": len(words)},
+        "regimes": {"lelv": len(words) - place, "mid": place},
+        "actions": {"sample": len(words) - seed, "branch": seed},
         "perplexity": float(1 + rng.random()),
         "distinct_1": len({*words}) / len(words),
         "distinct_2": 1.0,
@@ -99,7 +99,7 @@ def value(findings: Findings, task: str, setting: str, measure: str) -> Interval
 
 
 def test_the_page_has_the_recorded_figures(findings: Findings) -> None:
-    """Those of an earlier implementation, which had no data frames."""
+    """Most are those of an earlier implementation, which had no data frames."""
     pytest.importorskip("sacrebleu")
     assert format_page(findings, {"description": "", "seeds": "0"}) == RECORDED.read_text()
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pandas as pd
 import pytest
 
 from entropix_jax.batch.output import Store
@@ -21,20 +22,14 @@ from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.preparation import calibrate_sampler, encode_prompt
 from entropix_jax.engine.search import Search
 from entropix_jax.errors import UserError
-from entropix_jax.lab.results import COLUMNS
-from entropix_jax.lab.statistics import (
-    NOT_SIGNIFICANT,
-    Bootstrap,
-    Interval,
-    joint_intervals,
-    percentile_interval,
-)
+from entropix_jax.lab.findings import analyse
+from entropix_jax.lab.page import format_page
+from entropix_jax.lab.results import COLUMNS, results_frame
 from entropix_jax.lab.sweep import Setting, read_sweep
 from entropix_jax.lab.tasks.registry import find_task
 from entropix_jax.lab.tasks.task import Item, Task
 from entropix_jax.lab.tasks.writing import Writing
 from entropix_jax.lab.trials import TUNING, Trial, make_result, read_questions
-from entropix_jax.lab.votes import rotate, vote
 from entropix_jax.model import loading
 from entropix_jax.model.checkpoint import fingerprint
 from entropix_jax.model.loading import LanguageModel, load
@@ -185,88 +180,16 @@ def test_each_row_equals_its_generation_alone(done: Path, tiny: LanguageModel) -
             assert float(row[column]) == pytest.approx(value, rel=1e-5, abs=1e-6)
 
 
-# The summary, computed again from the table
+# The summary
 
 
-STRATA = np.array([0, 0, 1, 1])  # the tasks of the items
-
-
-def rows_of(done: Path, setting: str) -> list[dict[str, str]]:
-    return [row for row in read_rows(done) if row["setting"] == setting]
-
-
-def array(done: Path, setting: str, column: str) -> np.ndarray:
-    """Values [items, seeds]."""
-    return np.array([float(row[column]) for row in rows_of(done, setting)]).reshape(4, 3)
-
-
-def majority(done: Path, setting: str) -> np.ndarray:
-    """Mean scores [items] of the majority of three samples, from each of three starts."""
-    rows, means = rows_of(done, setting), []
-    for samples in (rows[i : i + 3] for i in range(0, 12, 3)):
-        scores = {row["answer"]: float(row["score"]) for row in samples}
-        votes = map(vote, rotate([row["answer"] or None for row in samples], 3))
-        means.append(np.mean([scores[answer] if answer else 0.0 for answer in votes]))
-    return np.array(means)
-
-
-def signed(found: Interval) -> str:
-    text = f"{found.value:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
-    return text if found.verdict == NOT_SIGNIFICANT else f"{text} **{found.verdict}**"
-
-
-def test_scores_and_votes_of_the_summary(done: Path) -> None:
-    estimate, over_curve = Bootstrap([*STRATA]).estimate, Bootstrap([*STRATA]).over_curve
-    base, base_cost = (array(done, "hot", column).mean(1) for column in ("score", "forwards"))
-    costs, curve = np.array([base_cost, 3 * base_cost]), np.array([base, majority(done, "hot")])
-    lines = section(done, "Scores")
-    assert [line[0] for line in lines] == [*SETTINGS]
-    votes = [line for line in section(done, "Several samples") if line[1:2] == ["majority"]]
-    # By task, first of all; then the joint differences, by the two others from the baseline.
-    tasks = section(done, "Tasks")[:3]
-    others = [array(done, name, "score").mean(1) - base for name in SETTINGS[1:]]
-    ones = np.ones(4)
-    values, each = zip(*(Bootstrap([*STRATA]).ratio(o, ones) for o in others), strict=True)
-    joint = dict(zip(SETTINGS[1:], joint_intervals(values, np.stack(each)), strict=True))
-    for (name, score, forwards, *differences), told, by_task in zip(
-        lines, votes[:3], tasks, strict=True
-    ):
-        own, cost = (array(done, name, column).mean(1) for column in ("score", "forwards"))
-        assert score == str(estimate(own))
-        alone = [str(Bootstrap([0, 0]).estimate(own[t == STRATA])) for t in (0, 1)]
-        assert by_task == [name, score, *alone]
-        assert forwards == f"{cost.mean():.1f}"
-        if name == "hot":
-            assert differences == ["", ""]
-        else:
-            assert differences == [
-                signed(joint[name]),
-                signed(percentile_interval(*over_curve(costs, curve, cost, own))),
-            ]
-        mean = array(done, name, "forwards").mean()
-        three = f"{estimate(majority(done, name))} ({3 * mean:.0f})"
-        assert told == [name, "majority", f"{score} ({mean:.0f})", three]
-
-
-def test_shares_of_the_summary(done: Path) -> None:
-    rows = read_rows(done)
-    actions = sorted(a for a in ACTIONS if any(row[f"action_{a}"] != "0" for row in rows))
-    reasons = sorted({row["finish_reason"] for row in rows})
-    pages = (section(done, name) for name in ("Regimes", "Actions", "Texts"))
-    for name, regimes, acts, texts in zip(SETTINGS, *pages, strict=True):
-        own = rows_of(done, name)
-        tokens, forwards = (array(done, name, key).sum() for key in ("tokens", "forwards"))
-
-        def share(column: str, name: str = name, tokens: float = tokens) -> str:
-            return f"{100 * array(done, name, column).sum() / tokens:.1f} %"
-
-        assert regimes == [name, f"{tokens:.0f}", *(share(f"regime_{r}") for r in REGIMES)]
-        shares = [share(f"action_{action}") for action in actions]
-        assert acts == [name, *shares, share("retracted"), f"{forwards / tokens:.2f}"]
-        ends = [np.mean([row["finish_reason"] == reason for row in own]) for reason in reasons]
-        perplexity = f"{array(done, name, 'perplexity').mean():.3f}"
-        told = [f"{tokens / len(own):.1f}", *(f"{100 * end:.1f} %" for end in ends), perplexity]
-        assert texts[: 1 + len(told)] == [name, *told]
+def test_the_summary_has_the_findings_of_the_rows(done: Path) -> None:
+    lines = map(json.loads, (done / "test.jsonl").read_text().splitlines())
+    rows = results_frame(sorted(lines, key=lambda line: line["line"]))
+    votes = {"sums": True, "facts": True}
+    found = analyse(rows, votes, ["hot"], [1, 3], ["hot"], pd.DataFrame())
+    _, _, tables = format_page(found, {"description": ""}).partition("## Tasks")
+    assert tables in read_page(done)
 
 
 def test_the_tuned_candidate_is_the_best_one(done: Path) -> None:
