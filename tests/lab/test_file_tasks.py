@@ -154,10 +154,16 @@ def test_measures_of_writing(text: str, wanted: tuple[tuple[int, int], ...]) -> 
             for q, a in ((" ", ["x"]), ("q", []), ("q", "x"), ("q", ["x", 3]), (1, ["x"]))
         ),
         ("gsm8k", "", "bad: is empty"),
+        ("gsm8k", "\n3", "bad: entry 2: an entry is an object with the texts 'question' and"),
+        ("gsm8k", '{"question": "\xff", "answer": "#### 1"}', "bad: line 1: not JSON: "),
+        *(
+            ("gsm8k", json.dumps({"question": q, "answer": a}), "which ends in '#### NUMBER'")
+            for q, a in ((3, "#### 3"), (" ", "#### 3"), ("How many?", "#### three"))
+        ),
     ],
 )
 def test_bad_files_are_one_line(tmp_path: Path, kind: str, content: str, message: str) -> None:
-    (tmp_path / "bad").write_text(content)
+    (tmp_path / "bad").write_bytes(content.encode("latin-1"))
     with pytest.raises(UserError, match=re.escape(message)):
         list(find_task(f"{kind}:{tmp_path}/bad").items("test", chat=False))
 

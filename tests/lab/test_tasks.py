@@ -323,23 +323,6 @@ def test_numbers_are_read_from_solutions(answer: str | None, texts: list[str]):
         assert task.score(item, answer) == (answer == "13")
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b"{", "not JSON: "),
-        (b'{"question": "\xff", "answer": "#### 1"}', "not JSON: "),
-        (b"[1]", "an object with the texts 'question' and 'answer'"),
-        (b'{"question": 3, "answer": "#### 3"}', "an object with the texts"),
-        (b'{"question": " ", "answer": "#### 3"}', "an object with the texts"),
-        (b'{"question": "How many?", "answer": "#### three"}', "which ends in '#### NUMBER'"),
-    ],
-)
-def test_a_malformed_line_is_named(test_file: Path, line: bytes, message: str):
-    test_file.write_bytes(test_file.read_bytes() + b"\n" + line + b"\n")
-    with pytest.raises(UserError, match=rf"test\.jsonl: (line|entry) 5: .*{re.escape(message)}"):
-        list(find_task(f"gsm8k:{test_file}").items("test", chat=False))
-
-
 # A user's own tasks.
 
 OWN = """
