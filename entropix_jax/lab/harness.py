@@ -39,12 +39,17 @@ def run(arguments: Sequence[str]) -> int:
     from entropix_jax.host.compile_cache import use_compilation_cache
 
     use_compilation_cache()
-    arguments = list(arguments)
-    if arguments[:1] == ["run"]:
-        del arguments[0]
-    if arguments[:1] not in (["ls"], ["validate"]):
-        arguments = ["run", *_with_defaults(arguments)]
-    before, sys.argv = sys.argv, ["entropix-jax harness", *arguments]
+    given = list(arguments)
+    if given[:1] == ["run"]:
+        del given[0]
+    if given and given[0] not in ("ls", "validate"):
+        # Of equal options the last one counts.
+        has_file = any(option.partition("=")[0] in ("--config", "-C") for option in given)
+        defaults = [] if has_file else ["--batch_size", "auto"]
+        given = ["--model", "entropix_jax", *defaults, *given]
+    if given[:1] not in (["ls"], ["validate"]):
+        given = ["run", *given]  # without further arguments it prints its help
+    before, sys.argv = sys.argv, ["entropix-jax harness", *given]
     try:
         cli_evaluate()
     except ValueError as error:
@@ -55,14 +60,3 @@ def run(arguments: Sequence[str]) -> int:
     finally:
         sys.argv = before
     return EXIT_OK
-
-
-def _with_defaults(arguments: list[str]) -> list[str]:
-    """Adds the default model and batch size, unless the arguments or their settings file have them.
-    Empty arguments stay empty, which prints the help."""
-    names = {argument.partition("=")[0] for argument in arguments}
-    if arguments and names.isdisjoint({"--model", "-M"}):
-        arguments = ["--model", "entropix_jax", *arguments]
-    if arguments and names.isdisjoint({"--batch_size", "-b", "--config", "-C"}):
-        arguments = ["--batch_size", "auto", *arguments]
-    return arguments

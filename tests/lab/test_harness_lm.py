@@ -340,10 +340,9 @@ def test_the_arguments_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own, "cli_evaluate", lambda: seen.extend(sys.argv[1:]))
     before = list(sys.argv)
     for given, passed in (
-        ("-t a", "run --batch_size auto --model entropix_jax -t a"),
-        ("run -t a", "run --batch_size auto --model entropix_jax -t a"),
-        ("-b 2 -t a", "run --model entropix_jax -b 2 -t a"),
-        ("-M hf --batch_size=4", "run -M hf --batch_size=4"),
+        ("-t a", "run --model entropix_jax --batch_size auto -t a"),
+        ("run -t a", "run --model entropix_jax --batch_size auto -t a"),
+        ("-M hf", "run --model entropix_jax --batch_size auto -M hf"),
         ("--config a.yaml", "run --model entropix_jax --config a.yaml"),
         ("ls tasks", "ls tasks"),
         ("", "run"),
