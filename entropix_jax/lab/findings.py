@@ -73,11 +73,6 @@ class Findings:
     predictors: pd.DataFrame
     tuned: pd.DataFrame
 
-    @property
-    def settings(self) -> list[str]:
-        """Names of the settings."""
-        return [*self.rows["setting"].unique()]
-
     def to_json(self) -> dict[str, Any]:
         """Returns the frames as lists of records. An estimate is `{value, low, high}`; a missing
         figure is null."""

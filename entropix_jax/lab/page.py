@@ -70,7 +70,7 @@ def _describe(value: Any) -> str:
 
 def _sections(findings: Findings) -> Iterator[str]:
     yield from _tasks(findings)
-    for baseline in findings.baselines if len(findings.settings) > 1 else ():
+    for baseline in findings.baselines if len(findings.differences) else ():
         yield from _differences(findings, baseline)
     if findings.overall:
         yield from _scores(findings)

@@ -16,7 +16,6 @@ _FORKS = ((0.5, 0.5), (0.8, 0.2), (0.6, 0.3, 0.1), (0.4, 0.3, 0.2, 0.1))
 class Person:
     """One inhabitant."""
 
-    name: str
     town: str
     job: str
     pet: str
@@ -57,7 +56,6 @@ def create(seed: int) -> World:
     rng.shuffle(names)
     people = {
         name: Person(
-            name=name,
             town=rng.choice(lexicon.TOWNS),
             job=rng.choice(lexicon.JOBS),
             pet=rng.choice(lexicon.PETS),
