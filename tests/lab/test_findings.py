@@ -17,7 +17,7 @@ from entropix_jax.lab.findings import ALL, SCORE, Findings, analyse
 from entropix_jax.lab.page import format_page
 from entropix_jax.lab.plots import draw_plots
 from entropix_jax.lab.results import results_frame, write_results, write_scores
-from entropix_jax.lab.statistics import Bootstrap, Interval, joint_intervals
+from entropix_jax.lab.statistics import Interval
 from entropix_jax.lab.votes import KINDS
 
 PREDICTORS = "mean_entropy max_entropy mean_varentropy max_varentropy perplexity".split()
@@ -146,36 +146,6 @@ def test_several_samples(findings: Findings) -> None:
             for kind in KINDS:
                 assert several[task, setting, kind, 1].value == pytest.approx(np.mean(single))
     assert {*findings.several["task"]} == {ALL, *SCORED}
-
-
-def test_differences_are_joint(findings: Findings) -> None:
-    """Of a task without a score all measures and settings are one family."""
-    tales = findings.differences[findings.differences["task"] == "tales"]
-    columns = [*tales["measure"].unique()]
-    assert {"odd_words", "logprob", "repetition"} <= {*columns}
-    odd = {
-        setting: [
-            [o["measures"]["odd_words"] for o in group] for group in by_item("tales", setting)
-        ]
-        for setting in SETTINGS
-    }
-
-    def ratio(setting: str) -> tuple[float, np.ndarray]:
-        parts, wholes = np.array(odd[setting], float).sum(1).T
-        return Bootstrap([0] * ITEMS).ratio(parts, wholes)
-
-    only = analyse_rows([{**one, **BARE} for one in rows() if one["task"] == "tales"])
-    for baseline, others in (("plain", ("sharp", "wide")), ("wide", ("plain", "sharp"))):
-        pairs = [(ratio(setting), ratio(baseline)) for setting in others]
-        values = [own[0] - base[0] for own, base in pairs]
-        wanted = joint_intervals(values, np.stack([own[1] - base[1] for own, base in pairs]))
-        found = only.differences[only.differences["baseline"] == baseline]
-        assert [*found["measure"]] == ["odd_words"] * 2
-        for one, expected in zip(found["estimate"], wanted, strict=True):
-            assert (one.low, one.high) == pytest.approx((expected.low, expected.high))
-
-
-BARE = {"perplexity": None, "distinct_1": None, "distinct_2": None, "repetition": None, "text": ""}
 
 
 def test_findings_are_json(findings: Findings) -> None:
