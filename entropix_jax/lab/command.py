@@ -1,12 +1,10 @@
-"""Runs a study for `ablate` and `evaluate`: common options, progress, interrupts, and the summary
-as output."""
+"""Runs a study for `ablate` and `evaluate`: common options, interrupts, and the printed summary."""
 
 from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,9 +26,7 @@ from entropix_jax.cli.options import (
 from entropix_jax.errors import check_range, require
 
 if TYPE_CHECKING:
-    from entropix_jax.batch.output import Store
     from entropix_jax.lab.sweep import Calibrate, Sweep
-    from entropix_jax.lab.trials import TrialRun
     from entropix_jax.model.loading import LanguageModel
 
 Names = Annotated[Texts, tyro.conf.arg(metavar="NAME ...", help_behavior_hint="")]
@@ -88,7 +84,6 @@ def run_study(plan: Callable[[Calibrate], Sweep], options: StudyOptions) -> int:
     # Check what can be checked before the model is loaded.
     require("lab", "matplotlib", "pandas", "tabulate")
     check_range("--slots", options.slots, 1)
-    from entropix_jax.cli.status import ProgressView
     from entropix_jax.engine.preparation import calibrate_sampler
     from entropix_jax.host.interrupts import deferred_interrupts
     from entropix_jax.lab.study import Study
@@ -102,18 +97,9 @@ def run_study(plan: Callable[[Calibrate], Sweep], options: StudyOptions) -> int:
     name = path.resolve().name if Path(model).exists() else model
     study = Study(load_once(), sweep, folder, name=name, slots=options.slots)
 
-    # Run it, with a progress bar for each phase.
-    @contextmanager
-    def watch(phase: str, number: int, store: Store, run: TrialRun) -> Iterator[Callable[[], None]]:
-        done = f", {store.done} already done" if store.done else ""
-        print(f"{phase}: {number} rows{done}", file=sys.stderr)
-
-        with ProgressView(store, run, number) as view:
-            yield view.looked
-
     with deferred_interrupts(study.stop, (signal.SIGINT, signal.SIGTERM)) as pressed:
-        findings = study.run(watch)
-    if findings is None:
+        is_finished = study.run()
+    if not is_finished:
         print("interrupted: run the same command again to continue", file=sys.stderr)
         return 128 + pressed[0]
 

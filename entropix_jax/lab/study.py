@@ -12,7 +12,8 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from itertools import chain
@@ -24,11 +25,12 @@ import pandas as pd
 
 from entropix_jax.batch.output import Store
 from entropix_jax.batch.records import content_hash
+from entropix_jax.cli.status import ProgressView
 from entropix_jax.engine.preparation import CalibratedSampler
 from entropix_jax.engine.search import SINGLE
 from entropix_jax.errors import UserError
 from entropix_jax.host.files import replacing
-from entropix_jax.lab.findings import Findings, analyse, compare_searches
+from entropix_jax.lab.findings import analyse, compare_searches
 from entropix_jax.lab.page import format_page, format_searches
 from entropix_jax.lab.plots import draw_plots
 from entropix_jax.lab.results import read_results, write_results, write_scores
@@ -101,17 +103,14 @@ class Study:
         """Requests the end of the run after the current event. Safe in a signal handler."""
         self._stopping = True
         if self._run is not None:
-            self._run.stop()
+            self._run.engine.stop()
 
-    def run(self, watch: Callable[[str, int, Store, TrialRun], Any]) -> Findings | None:
-        """Runs the rows that have no result yet, and writes tables, plots and the summary.
-
-        Args:
-            watch: shows the progress. Called with a phase's name, its number of rows, its store and
-                its run; returns a context manager, whose value is called after each token.
+    def run(self) -> bool:
+        """Runs the rows that have no result yet, and writes tables, plots and the summary. Shows
+        the progress on standard error.
 
         Returns:
-            The findings; None if the run was stopped.
+            False if the run was stopped.
 
         Raises:
             UserError: the folder has another study's results, or cannot be written.
@@ -135,9 +134,9 @@ class Study:
             number = len(settings) + len(tuning.candidates)
             self._shape((phase, len(candidates)), (test, number))
             about = {"split": "tuning", "items": tuning.items.to_json()}
-            results = self._run_phase(phase, about, candidates, watch)
+            results = self._run_phase(phase, about, candidates)
             if results is None:
-                return None
+                return False
             for name, group in tuning.candidates.items():
                 best, result = _choose_best(results, name, group)
                 settings.append(best)
@@ -147,12 +146,13 @@ class Study:
         about = {"split": sweep.split, "items": sweep.items.to_json()}
         optional = {"skip": sweep.skip, "most_seeds": sweep.most_seeds}
         about |= {key: value.to_json() for key, value in optional.items() if value != NONE}
-        results = self._run_phase(test, about, settings, watch)
+        results = self._run_phase(test, about, settings)
         if results is None:
-            return None
+            return False
         fewest = min(len(test.seeds_of(task)) for task in self._tasks)
         sizes = [k for k in _SIZES if k <= fewest]
-        return self._write(results, settings, sizes, pd.DataFrame(tuned))
+        self._write(results, settings, sizes, pd.DataFrame(tuned))
+        return True
 
     def _questions(
         self, split: Split, items: ByTask, skip: ByTask, tasks: Sequence[Task]
@@ -171,11 +171,7 @@ class Study:
         self._capacity = min(capacity, self._model.config.max_positions)
 
     def _run_phase(
-        self,
-        phase: Phase,
-        about: Mapping[str, Any],
-        settings: Sequence[Setting],
-        watch: Callable[[str, int, Store, TrialRun], Any],
+        self, phase: Phase, about: Mapping[str, Any], settings: Sequence[Setting]
     ) -> pd.DataFrame | None:
         """Runs the rows of a phase without a result; None if the run was stopped."""
         number = phase.rows * len(settings)
@@ -187,8 +183,10 @@ class Study:
             # Check every trial, as a stored result may belong to a question that has changed.
             done = [store.is_done(trial.record) for trial in phase.trials(settings)]
             if not all(done) and not self._stopping:
-                with watch(phase.name, number, store, run) as on_event:
-                    run.run(phase.trials(settings), store, on_event)
+                before = f", {store.done} already done" if store.done else ""
+                print(f"{phase.name}: {number} rows{before}", file=sys.stderr)
+                with ProgressView(store, run, number) as view:
+                    run.run(phase.trials(settings), store, view.looked)
         if self._stopping:
             return None
         return read_results(path, (trial.id for trial in phase.trials(settings)))
@@ -223,7 +221,7 @@ class Study:
         settings: Sequence[Setting],
         sizes: Sequence[int],
         tuned: pd.DataFrame,
-    ) -> Findings:
+    ) -> None:
         """Computes the findings, and writes tables, plots and the summary."""
         sweep, folder = self._sweep, self._folder
         assert self._run is not None
@@ -257,7 +255,6 @@ class Study:
         page += "".join(f"\n![{name}](plots/{name}.png)\n" for name in plots)
         with replacing(folder / "summary.md") as scratch:
             scratch.write_text(page, encoding="utf-8", errors="backslashreplace")
-        return findings
 
     def _compare_searches(self, results: pd.DataFrame, settings: Sequence[Setting]) -> str:
         """The section on searches at equal forward passes, if there are any to compare: with one

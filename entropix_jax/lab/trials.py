@@ -206,9 +206,7 @@ class TrialRun:
         )
         self.engine = Engine(model, slots=slots, capacity=capacity, recording=recording)
 
-    def run(
-        self, trials: Iterable[Trial], store: Store, on_event: Callable[[], None] = lambda: None
-    ) -> None:
+    def run(self, trials: Iterable[Trial], store: Store, on_event: Callable[[], None]) -> None:
         """Runs the trials without a result in the store. Calls `on_event` after each token."""
         for event in self.engine.run(self._rows(trials, store)):
             self.tokens += event.token is not None and not event.retracted
@@ -218,10 +216,6 @@ class TrialRun:
                 trial: Trial = search.request.tag
                 store.write(trial.record, make_result(trial, search, seconds))
             on_event()
-
-    def stop(self) -> None:
-        """Requests the end of the run after the current event. Safe in a signal handler."""
-        self.engine.stop()
 
     def _calibrated(self, setting: Setting) -> CalibratedSampler:
         try:
