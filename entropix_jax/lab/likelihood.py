@@ -9,15 +9,13 @@ from entropix_jax.engine.score import Text, TextReader, check_context
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
 
-_BATCH = 16  # texts that are read side by side
-
 
 def log_likelihoods(
     model: LanguageModel,
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
     *,
     context: int | None = None,
-    batch: int = _BATCH,
+    batch: int = 16,
 ) -> Iterator[tuple[int, float, bool]]:
     """Scores continuations after their contexts by the log-softmax of the unmodified logits.
 

@@ -28,11 +28,9 @@ from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.presets import lineage, load_sampler
 from entropix_jax.sampler.sampler import Sampler
 
-TUNED = " (tuned)"
 _MAX_SETTINGS = 100_000
 _MAX_TRIES = 1000  # for one draw that differs from all before
 _MAX_SEED = 2**63 - 1  # an int64 column
-_RANGES = Path("ablations/ranges.toml")
 _KEYS = (
     *("description", "tasks", "items", "skip", "seeds", "most_seeds", "split", "max_new_tokens"),
     *("base", "baseline", "baselines", "set", "samplers", "settings", "grid", "tuning"),
@@ -164,14 +162,11 @@ def find_sweep(name: str) -> Path:
     """
     if name.endswith(".toml"):
         return Path(name)
-    known = sorted(
-        path.stem
-        for path in (resource_folder("configs") / "ablations").glob("*.toml")
-        if path.name != _RANGES.name
-    )
+    folder = resource_folder("configs") / "ablations"
+    known = sorted(path.stem for path in folder.glob("*.toml") if path.stem != "ranges")
     if name not in known:
         raise UserError(f"no sweep '{name}' (a file needs .toml){nearest(name, known)}")
-    return resource_folder("configs") / "ablations" / f"{name}.toml"
+    return folder / f"{name}.toml"
 
 
 def list_names(settings: Sequence[Setting], tuning: Tuning | None) -> list[str]:
@@ -190,7 +185,7 @@ def list_names(settings: Sequence[Setting], tuning: Tuning | None) -> list[str]:
 
 def name_tuned(sampler: str, candidates: Sequence[Setting]) -> str:
     """Names the best of a sampler's candidates."""
-    return f"{sampler}{TUNED}" if len(candidates) > 1 else sampler
+    return f"{sampler} (tuned)" if len(candidates) > 1 else sampler
 
 
 def _shipped_ranges(sampler: Sampler, place: str) -> dict[str, Any]:
@@ -198,7 +193,7 @@ def _shipped_ranges(sampler: Sampler, place: str) -> dict[str, Any]:
     whose arms are all `argmax`, which has nothing to tune."""
     if all(sampler.values[f"arms.{regime}"] == "argmax" for regime in REGIMES):
         return {}
-    shipped = read_toml(resource_folder("configs") / _RANGES)
+    shipped = read_toml(resource_folder("configs") / "ablations" / "ranges.toml")
     for path in lineage(place):
         if path.stem in shipped:
             return _flatten(shipped[path.stem])

@@ -20,8 +20,9 @@ _BUILT_IN: dict[str, Task] = {
     task.name: task
     for task in (tiny.SUMS, tiny.WORD_PROBLEMS, tiny.FACTS, tiny.FORKS, tiny.DOCUMENTS)
 }
-_KINDS: tuple[type[FileTask], ...] = (Gsm8k, Svamp, NqOpen, IfEval, Writing)
-_OF_FILES = {kind.name: kind for kind in _KINDS}
+_OF_FILES: dict[str, type[FileTask]] = {
+    kind.name: kind for kind in (Gsm8k, Svamp, NqOpen, IfEval, Writing)
+}
 _DATA = "ENTROPIX_DATA"  # the environment variable
 
 
