@@ -32,7 +32,7 @@ from entropix_jax.lab.tasks.writing import Writing
 from entropix_jax.lab.trials import TUNING, Trial, make_result, read_questions
 from entropix_jax.model import loading
 from entropix_jax.model.checkpoint import fingerprint
-from entropix_jax.model.loading import LanguageModel, load
+from entropix_jax.model.loading import LanguageModel
 from entropix_jax.names import REGIMES
 from entropix_jax.sampler.mechanisms import ACTIONS
 from entropix_jax.sampler.presets import load_sampler
@@ -413,7 +413,7 @@ def test_a_task_may_take_fewer_seeds(folder: str, words: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["ablate", "evaluate"])
 def test_the_type_of_hidden_states(folder: str, words: Path, tmp_path: Path, name: str) -> None:
-    """The rows are those of a model with that type, and the folder belongs to it."""
+    """The model has that type, and the folder belongs to it."""
     if name == "ablate":
         text = "tasks = ['own.py:WORDS']\nitems = 2\n[settings.min-p]\nsampler = 'min-p'\n"
         given: tuple[object, ...] = (write_sweep(tmp_path, text),)
@@ -424,16 +424,6 @@ def test_the_type_of_hidden_states(folder: str, words: Path, tmp_path: Path, nam
     succeed(name, *given, "--precision", "bfloat16")
     about = json.loads((tmp_path / "out" / "study.json").read_text())
     assert about["precision"] == {"weights": "float32", "activations": "bfloat16"}
-    rows = read_rows(tmp_path / "out")
-    texts = {}
-    for precision in ("bfloat16", "float32"):
-        model = load(folder, precision=precision)
-        specs = [
-            Spec(encode_prompt(model, "Berlin " * 3, chat=False), f"words/test {i}", 20)
-            for i in range(2)
-        ]
-        texts[precision] = [row.text for row in run_specs(model, specs, "min-p").run()]
-    assert [row["text"] for row in rows] == texts["bfloat16"] != texts["float32"]
     line = refusal(run(name, *given))
     assert "holds another run's results: precision" in line
 

@@ -267,16 +267,10 @@ PROBLEMS = [
 ROLES = (("user", "question"), ("assistant", "answer"))
 
 
-@pytest.fixture
-def test_file(tmp_path: Path) -> Path:
-    path = tmp_path / "test.jsonl"
+def test_the_problems_of_a_file_are_the_items(tmp_path: Path):
     lines = [json.dumps({"question": q, "answer": a, "source": "own"}) for q, a in PROBLEMS]
-    path.write_text(f"{lines[0]}\n\n{lines[1]}\n{lines[2]}", encoding="utf-8")
-    return path
-
-
-def test_the_problems_of_a_file_are_the_items(test_file: Path):
-    task = find_task(f"gsm8k:{test_file}")
+    (tmp_path / "test.jsonl").write_text(f"{lines[0]}\n\n{lines[1]}\n{lines[2]}")
+    task = find_task(f"gsm8k:{tmp_path}/test.jsonl")
     assert not list(task.items("tuning", chat=False))  # a quarter of three problems is none
     items, chats = (
         {item.id: item for item in task.items("test", chat=chat)} for chat in (False, True)
