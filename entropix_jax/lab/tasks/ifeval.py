@@ -134,7 +134,7 @@ class IfEval(JsonTask):
     def measures(self, item: Item, text: str) -> Mapping[str, tuple[float, float]]:
         """Returns the other accuracies: loose for prompts, both for instructions."""
         strict = _check(item, text)
-        loose = check(_instructions(item), _asked(item), text, loose=True)
+        loose = check(_instructions(item), str(item.prompt), text, loose=True)
         return {
             "prompt_loose": (float(all(loose)), 1.0),
             "instructions_strict": (float(sum(strict)), float(len(strict))),
@@ -152,9 +152,4 @@ def _instructions(item: Item) -> list[Instruction]:
 
 @lru_cache(maxsize=1)  # `measures` follows `extract`
 def _check(item: Item, text: str) -> list[bool]:
-    return check(_instructions(item), _asked(item), text)
-
-
-def _asked(item: Item) -> str:
-    assert isinstance(item.prompt, str)
-    return item.prompt
+    return check(_instructions(item), str(item.prompt), text)
