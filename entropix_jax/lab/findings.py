@@ -127,15 +127,13 @@ class _Sums:
         texts = self.rows[rows["task"].isin(free)].groupby(["setting", "place"])["text"]
         bleu = texts.agg(lambda own: self_bleu([*own])).reindex(parts.index).astype(float)
         parts[SELF_BLEU], wholes[SELF_BLEU] = bleu.fillna(0.0), bleu.notna().astype(float)
-        self._parts, self._wholes = parts, wholes
+        self._sums = pd.concat({"part": parts, "whole": wholes}, axis=1)
 
     def measures(self, task: str) -> list[str]:
         """Returns the measures of a task's texts, the task's own ones first."""
         rows = self.rows[self.rows["task"] == task]
-        wholes = self._chosen(self._wholes, [task]).any()
-        return [
-            name for name in dict.fromkeys((*own_measures(rows), *TEXT_MEASURES)) if wholes[name]
-        ]
+        known = self._chosen([task])["whole"].any()
+        return [n for n in dict.fromkeys((*own_measures(rows), *TEXT_MEASURES)) if known[n]]
 
     def bootstrap(self, tasks: Sequence[str]) -> Bootstrap:
         """Resamples of the items of some tasks."""
@@ -143,11 +141,8 @@ class _Sums:
 
     def of_items(self, setting: str, name: str, tasks: Sequence[str]) -> tuple[Floats, Floats]:
         """Parts and wholes [I] of a measure on the items of some tasks."""
-        parts, wholes = (
-            self._chosen(frame, tasks).loc[setting, name].to_numpy()
-            for frame in (self._parts, self._wholes)
-        )
-        return parts, wholes
+        own = self._chosen(tasks).loc[setting]
+        return own["part", name].to_numpy(), own["whole", name].to_numpy()
 
     def mean_of_items(self, setting: str, name: str, tasks: Sequence[str]) -> Floats:
         """Means [I] of a measure that all texts have."""
@@ -156,15 +151,12 @@ class _Sums:
 
     def means(self, tasks: Sequence[str]) -> pd.DataFrame:
         """The means of each measure over the texts of some tasks, by setting; NaN without one."""
-        parts, wholes = (
-            self._chosen(frame, tasks).groupby(level="setting", sort=False).sum()
-            for frame in (self._parts, self._wholes)
-        )
-        return parts / wholes.where(wholes > 0)
+        sums = self._chosen(tasks).groupby(level="setting", sort=False).sum()
+        return sums["part"] / sums["whole"].where(sums["whole"] > 0)
 
-    def _chosen(self, frame: pd.DataFrame, tasks: Sequence[str]) -> pd.DataFrame:
+    def _chosen(self, tasks: Sequence[str]) -> pd.DataFrame:
         places = self.task_of.index[self.task_of.isin(tasks)]
-        return frame[frame.index.get_level_values("place").isin(places)]
+        return self._sums[self._sums.index.get_level_values("place").isin(places)]
 
 
 def analyse(
