@@ -8,7 +8,7 @@ thought.
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from hashlib import sha256
 from itertools import islice
 from random import Random
@@ -24,12 +24,7 @@ WAITED = r" ?Wait\.\.\."
 _HESITATION = re.compile(f"({PAUSED}|{WAITED})")
 _MARK = f"{WAIT}..."
 _Pieces = tuple[str, ...]
-
-
-@cache
-def _world() -> facts.World:
-    """The world that the tiny model was trained on."""
-    return facts.create(facts.WORLD_SEED)
+_WORLD = facts.create(facts.WORLD_SEED)  # the one that the tiny model was trained on
 
 
 def _digest(text: str) -> bytes:
@@ -86,7 +81,7 @@ class _Facts(Task):
 
     def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
         check_split(split)
-        asked = sorted(documents.list_fact_questions(_world()), key=lambda pair: _digest(pair[0]))
+        asked = sorted(documents.list_fact_questions(_WORLD), key=lambda pair: _digest(pair[0]))
         kept = (pair for pair in asked if _choose_split(pair[0]) == split)
         for number, (question, fact) in enumerate(kept, 1):
             yield Item(f"facts-{split}-{number}", _as_chat(question), fact)
@@ -125,7 +120,7 @@ class _Forks(Task):
     def _forks(self, rng: Random) -> Iterator[tuple[str, dict[str, float]]]:
         """The forks of a new document, at least one: the text before and the possible futures."""
         text = ""
-        for position in grammar.sample(_write_forked(_world()), rng):
+        for position in grammar.sample(_write_forked(_WORLD), rng):
             futures = _futures(position.choice)
             if len(futures) in self._FUTURES:
                 yield text, futures
@@ -208,7 +203,7 @@ class _Documents(Task):
         count = rng.randint(1, self._LONGEST)
         while True:
             positions = list(
-                islice(grammar.sample(documents.document(_world()), rng), 1, self._LONGEST + 2)
+                islice(grammar.sample(documents.document(_WORLD), rng), 1, self._LONGEST + 2)
             )
             said = [position.terminal for position in positions]
             if _classify_document(said) == kind:
@@ -343,7 +338,7 @@ def _follow(terminals: _Pieces) -> tuple[int, grammar.Choice]:
     """The number of terminals before the first impossible one in a stream of documents, and what
     may follow them. Sums of all splits are possible."""
     try:
-        upcoming = grammar.replay(documents.stream(_world(), split=None), terminals)
+        upcoming = grammar.replay(documents.stream(_WORLD, split=None), terminals)
     except grammar.ImpossibleText as impossible:
         return _follow(terminals[: impossible.index])
     assert upcoming is not None  # streams are endless
