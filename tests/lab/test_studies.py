@@ -36,7 +36,8 @@ from entropix_jax.model.loading import LanguageModel
 from entropix_jax.names import REGIMES
 from entropix_jax.sampler.mechanisms import ACTIONS
 from entropix_jax.sampler.presets import load_sampler
-from tests.support.commands import Result, refusal, run_command
+from tests.support.commands import Result, refusal
+from tests.support.commands import run_command as run
 from tests.support.model_folders import MAX_POSITIONS
 from tests.support.runs import Spec, run_specs, unrun
 from tests.support.samplers import LITERAL
@@ -65,11 +66,6 @@ items = {{ sums = 1, facts = 1 }}
 """
 SETTINGS = ("hot", "literal", "top-p (tuned)")
 SEEDS = (0, 1, 5)
-
-
-def run(command: str, *arguments: object) -> Result:
-    """Runs a command."""
-    return run_command(command, *arguments)
 
 
 def succeed(command: str, *arguments: object) -> None:
