@@ -320,20 +320,13 @@ def test_numbers_are_read_from_solutions(answer: str | None, texts: list[str]):
 # A user's own tasks.
 
 OWN = """
-from entropix_jax.lab.tasks.task import Item, Task
+from entropix_jax.lab.tasks.task import Task
 
 
 class Capitals(Task):
     name = "capitals"
 
-    def items(self, split, *, chat):
-        yield Item("italy", "The capital of Italy is", "Rome")
 
-    def extract(self, item, text):
-        return next(iter(text.split()), None)
-
-
-capitals = Capitals()
 number = 7
 """
 
