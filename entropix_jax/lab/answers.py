@@ -7,14 +7,15 @@ from pathlib import Path
 
 import numpy as np
 
+from entropix_jax.batch.records import BadRecord, read_records
 from entropix_jax.engine.generation import Generation
 from entropix_jax.engine.preparation import CalibratedSampler, encode_prompt, sampler_settings
 from entropix_jax.engine.results import Request
 from entropix_jax.engine.running import check_request
 from entropix_jax.errors import UserError
 from entropix_jax.host.files import read_text
-from entropix_jax.lab.tasks import writing
 from entropix_jax.lab.tasks.task import Item
+from entropix_jax.lab.tasks.writing import to_item
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.calibration import TABLES, generic_calibration
 from entropix_jax.sampler.presets import load_sampler
@@ -41,7 +42,11 @@ def read_prompts(path: Path) -> list[Item]:
         lines = enumerate(read_text(path).removeprefix("\ufeff").split("\n"), 1)
         prompts = [Item(str(number), line.strip(), "") for number, line in lines if line.strip()]
     else:
-        prompts = list(writing.read_prompts(str(path)))
+        prompts = []
+        for record in read_records(str(path)):
+            if isinstance(record, BadRecord):
+                raise UserError(f"{path}: line {record.line}: {record.error}")
+            prompts.append(to_item(record))
     if not prompts:
         raise UserError(f"{path}: contains no prompt")
     return prompts

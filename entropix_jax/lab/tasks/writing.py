@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from entropix_jax.batch.records import BadRecord, Record, read_records
-from entropix_jax.errors import Note, UserError, require
+from entropix_jax.errors import Note, require
 from entropix_jax.lab.tasks.files import FileTask
 from entropix_jax.lab.tasks.task import Item
 
@@ -70,14 +70,6 @@ def _is_unknown(word: str) -> bool:
     from wordfreq import zipf_frequency
 
     return zipf_frequency(word, "en", wordlist="large") == 0.0
-
-
-def read_prompts(address: str) -> Iterator[Item]:
-    """The prompts of a file or URL as items without answers. UserError if a record is invalid."""
-    for record in read_records(address):
-        if isinstance(record, BadRecord):
-            raise UserError(f"{address}: line {record.line}: {record.error}")
-        yield to_item(record)
 
 
 def to_item(record: Record) -> Item:
