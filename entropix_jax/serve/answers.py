@@ -4,8 +4,7 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
 from entropix_jax.engine.score import ScoredToken
@@ -21,7 +20,7 @@ _MIN_LOGPROB = -9999.0  # in place of minus infinity, as in the API
 _TRACE_FIELDS = {"row", "top", "layers"}  # of a token, omitted unless details are requested
 
 AnyToken = TokenRecord | ScoredToken
-Updates = AsyncGenerator[tuple[int, list[Update]], None]  # each with the index of its row
+Updates = AsyncIterator[tuple[int, list[Update]]]  # each with the index of its row
 
 
 class Choice:
@@ -216,7 +215,7 @@ class Answer:
             "retracted": counts["retracted"],
         }
 
-    async def chunks(self, updates: Updates) -> AsyncGenerator[dict[str, Any], None]:
+    async def chunks(self, updates: Updates) -> AsyncIterator[dict[str, Any]]:
         """Yields the chunks of a stream. A chunk has all tokens of a row since the last one. With
         log-probabilities it has at most one, because clients that show them expect that."""
         usage, chat = self.request.body.stream_options.include_usage, self.request.chat
@@ -231,20 +230,18 @@ class Answer:
                 yield chunk(choice.first_delta())
             if choice.echo is not None:
                 yield chunk(choice.echo)
-        async with aclosing(updates):
-            async for index, some in updates:
-                choice = self.choices[index]
-                for part in ([one] for one in some) if choice.has_logprobs else (some,):
-                    yield chunk(choice.part(part))
+        async for index, some in updates:
+            choice = self.choices[index]
+            for part in ([one] for one in some) if choice.has_logprobs else (some,):
+                yield chunk(choice.part(part))
         if usage:
             yield chunk() | {"usage": self.usage()}
 
     async def whole(self, updates: Updates) -> dict[str, Any]:
         """Returns the answer that is not streamed."""
         collected: dict[int, list[Update]] = {}
-        async with aclosing(updates):
-            async for index, some in updates:
-                collected.setdefault(index, []).extend(some)
+        async for index, some in updates:
+            collected.setdefault(index, []).extend(some)
         choices = []
         for choice in self.choices:
             parts = [] if choice.echo is None else [choice.echo]

@@ -92,19 +92,16 @@ class Run:
         self._timer = loop.call_later(limit, self._stop)
 
     async def updates(self) -> Updates:
-        """Yields the updates of the rows until all have ended, and ends them when it is closed.
-        ApiError if the time was over before one of them had a slot."""
+        """Yields the updates of the rows until all have ended. ApiError if the time was over before
+        one of them had a slot."""
         left = len(self._tickets)
-        try:
-            while left:
-                index, updates = await self._updates.get()
-                rows = (row for ticket in self._tickets for row in ticket.rows)
-                if self._late and all(row.started is None for row in rows):
-                    raise timed_out()
-                left -= updates[-1].finish_reason is not None
-                yield index, updates
-        finally:
-            self.end()
+        while left:
+            index, updates = await self._updates.get()
+            rows = (row for ticket in self._tickets for row in ticket.rows)
+            if self._late and all(row.started is None for row in rows):
+                raise timed_out()
+            left -= updates[-1].finish_reason is not None
+            yield index, updates
 
     def end(self) -> None:
         """Ends the rows that have not ended."""
@@ -197,7 +194,10 @@ class Api:
         if answer.request.body.stream:
             chunks = answer.chunks(run.updates())
             return Stream(run, events(form.events(chunks) if form else chunks, self._state))
-        whole = await answer.whole(run.updates())
+        try:
+            whole = await answer.whole(run.updates())
+        finally:
+            run.end()
         return json_answer(form.whole(whole) if form else whole)
 
     def _state(self) -> str:

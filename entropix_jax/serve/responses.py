@@ -1,7 +1,7 @@
 """`/v1/responses`: converts requests to chats, and answers to that API's responses and events."""
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -107,9 +107,7 @@ class ResponseForm:
         warnings = {"warnings": answer["warnings"]} if "warnings" in answer else {}
         return self._frame("completed", answer["usage"]) | warnings
 
-    async def events(
-        self, chunks: AsyncGenerator[dict[str, Any], None]
-    ) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self, chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
         """Yields the events of a stream whose last chunk has the usage."""
         place = {"item_id": self._item, "output_index": 0, "content_index": 0}
         usage = None

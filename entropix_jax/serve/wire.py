@@ -1,8 +1,7 @@
 """Bytes in and out: bodies, JSON, server-sent events, errors in the API's form."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from pydantic_core import to_json
@@ -62,25 +61,22 @@ def timed_out() -> ApiError:
 
 
 async def events(
-    values: AsyncGenerator[dict[str, Any], None], state: Callable[[], str], quiet: float = _QUIET
+    values: AsyncIterator[dict[str, Any]], state: Callable[[], str]
 ) -> AsyncIterator[bytes]:
-    """Yields server-sent events: one for each value, then [DONE], or an error. After each `quiet`
+    """Yields server-sent events: one for each value, then [DONE], or an error. After each `_QUIET`
     seconds without a value it yields a comment with the `state`."""
     try:
-        async with aclosing(values):
-            while True:
-                coming = asyncio.ensure_future(anext(values))
-                try:
-                    while not (await asyncio.wait((coming,), timeout=quiet))[0]:
-                        yield f": {state()}\n\n".encode()
-                    value = coming.result()
-                except StopAsyncIteration:
-                    break
-                finally:
-                    if not coming.done():  # the client is gone
-                        coming.cancel()
-                        await asyncio.wait((coming,))
-                yield _event(value)
+        while True:
+            coming = asyncio.ensure_future(anext(values))
+            try:
+                while not (await asyncio.wait((coming,), timeout=_QUIET))[0]:
+                    yield f": {state()}\n\n".encode()
+                value = coming.result()
+            except StopAsyncIteration:
+                break
+            finally:
+                coming.cancel()  # if the client is gone
+            yield _event(value)
     except UserError as error:
         yield _event(as_api_error(error).to_json())
         return
