@@ -43,14 +43,22 @@ from entropix_jax.serve.request import (
     continuation_request,
 )
 from entropix_jax.serve.responses import ResponseForm, Responses
-from entropix_jax.serve.schema import MAX_TOP, ApiError, Chat, Completion, Generating, Score, parse
+from entropix_jax.serve.schema import (
+    MAX_TOP,
+    ApiError,
+    Chat,
+    Completion,
+    Generating,
+    Score,
+    parse,
+    try_again,
+)
 from entropix_jax.serve.wire import (
     CLIENT_GONE,
     error_answer,
     events,
     json_answer,
     read_body,
-    timed_out,
     unless_gone,
 )
 from entropix_jax.serve.worker import Ticket, Update, Worker
@@ -74,7 +82,7 @@ class Run:
     """The submitted rows, or the search, of an answer."""
 
     def __init__(self, worker: Worker, store: RowStore, answer: Answer, limit: float) -> None:
-        """Submits the rows, and ends them after `limit` seconds. QueueFull, or Closing."""
+        """Submits the rows, and ends them after `limit` seconds."""
         loop, search = asyncio.get_running_loop(), answer.request.search
         jobs: Sequence[Row | Search] = answer.request.rows if search is None else [search]
         self._worker, self._store, self._answer = worker, store, answer
@@ -99,7 +107,7 @@ class Run:
             index, updates = await self._updates.get()
             rows = (row for ticket in self._tickets for row in ticket.rows)
             if self._late and all(row.started is None for row in rows):
-                raise timed_out()
+                raise try_again("the request timed out", 10, code="timeout")
             left -= updates[-1].finish_reason is not None
             yield index, updates
 
@@ -255,7 +263,7 @@ class Api:
             async with asyncio.timeout(self._limit):
                 return await asyncio.wrap_future(self._worker.call(read))
         except TimeoutError:
-            raise timed_out() from None
+            raise try_again("the request timed out", 10, code="timeout") from None
         finally:
             cancelled.set()
 

@@ -75,6 +75,12 @@ class ApiError(UserError):
         return {"error": {**error, "param": self.param, "code": self.code}}
 
 
+def try_again(reason: str, seconds: int, *, status: int = 503, code: str | None = None) -> ApiError:
+    """Returns the error of a request that may succeed after some seconds."""
+    headers = {"Retry-After": str(seconds)}
+    return ApiError(f"{reason}: try again later", status=status, code=code, headers=headers)
+
+
 class _Object(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 

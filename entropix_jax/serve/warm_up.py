@@ -12,7 +12,8 @@ from entropix_jax.engine.slots import lanes_for
 from entropix_jax.names import SERVED
 from entropix_jax.sampler.mechanisms.branch import BRANCH
 from entropix_jax.serve.request import GREEDY, PLAIN, ServedModel
-from entropix_jax.serve.worker import Closing, Ticket, Update, Worker
+from entropix_jax.serve.schema import ApiError
+from entropix_jax.serve.worker import Ticket, Update, Worker
 
 _TOKENS = 2  # per row: the first compiles prefill, the second decoding
 # Tokens of a prompt: one for each size in which prompts to 1000 tokens are read.
@@ -55,7 +56,7 @@ async def warm_up(served: ServedModel, worker: Worker, show: Callable[[str], Non
                 await ended.get()
         while worker.compiling is not None and worker.alive:
             await asyncio.sleep(_LOOK)
-    except Closing:
+    except ApiError:  # the server is shutting down
         return
     finally:
         looking.cancel()

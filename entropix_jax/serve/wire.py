@@ -54,12 +54,6 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError("the server failed", status=500)
 
 
-def timed_out() -> ApiError:
-    """Returns the error (503) of a request that timed out in a queue."""
-    message, wait = "the request timed out: try again later", {"Retry-After": "10"}
-    return ApiError(message, status=503, code="timeout", headers=wait)
-
-
 async def events(
     values: AsyncIterator[dict[str, Any]], state: Callable[[], str]
 ) -> AsyncIterator[bytes]:

@@ -16,25 +16,9 @@ from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.results import Event, Piece, Request, Row
 from entropix_jax.engine.search import Outcome, Search, last_answer
 from entropix_jax.engine.trace import TokenRecord
-from entropix_jax.serve.schema import ApiError
+from entropix_jax.serve.schema import try_again
 
 _LOG = logging.getLogger(__name__)
-
-
-class QueueFull(ApiError):
-    """There is no room for a request now."""
-
-    def __init__(self) -> None:
-        message, wait = "too many requests wait: try again later", {"Retry-After": "1"}
-        super().__init__(message, status=429, code="queue_full", headers=wait)
-
-
-class Closing(ApiError):
-    """The worker rejects new requests."""
-
-    def __init__(self) -> None:
-        wait = {"Retry-After": "10"}
-        super().__init__("the server is shutting down", status=503, headers=wait)
 
 
 @dataclass(frozen=True)
@@ -120,7 +104,8 @@ class Worker:
         self._engine.check(request)
 
     def submit(self, tickets: Sequence[Ticket]) -> None:
-        """Submits jobs whose requests were checked, all or none. QueueFull, or Closing."""
+        """Submits jobs whose requests were checked, all or none. ApiError if the queue is full
+        (429) or the worker is closing (503)."""
         with self._changed:
             free = max(self.slots - _size(self._running.values()), 0)
             self._check_room(_size(self._queue) + _size(tickets) - free)
@@ -129,7 +114,7 @@ class Worker:
 
     def call(self, call: Callable[[], Any]) -> "Future[Any]":
         """Runs a call that needs the device next to the rows, one at a time, in a separate thread,
-        because it may compile. As many calls may wait as rows. QueueFull, or Closing."""
+        because it may compile. As many calls may wait as rows. ApiError as `submit`."""
         with self._changed:
             self._jobs = [one for one in self._jobs if not one.done()]
             self._check_room(sum(not one.running() for one in self._jobs))
@@ -138,9 +123,9 @@ class Worker:
 
     def _check_room(self, waiting: int) -> None:
         if self._closing:
-            raise Closing
+            raise try_again("the server is shutting down", 10)
         if waiting > self._most:
-            raise QueueFull
+            raise try_again("too many requests wait", 1, status=429, code="queue_full")
 
     def cancel(self, ticket: Ticket) -> None:
         """Ends a job, if it runs or waits. Its last update follows."""

@@ -13,7 +13,8 @@ import pytest
 
 from entropix_jax.engine.results import Row
 from entropix_jax.model.loading import LanguageModel
-from entropix_jax.serve.worker import QueueFull, Ticket, Update, Worker
+from entropix_jax.serve.schema import ApiError
+from entropix_jax.serve.worker import Ticket, Update, Worker
 from tests.support.runs import unrun
 from tests.support.servers import StandIn, standing_in, wait_until
 
@@ -110,7 +111,7 @@ async def test_calls_run_next_to_chunks(standing: Standing) -> None:
     held = worker.call(gate.wait)
     await until(lambda: held.running() and worker.stats() == (4, 0))
     waiting = [worker.call(lambda: None) for _ in range(3)]
-    with pytest.raises(QueueFull):
+    with pytest.raises(ApiError, match="too many requests wait"):
         worker.call(lambda: None)
     # A call that takes long holds no row up.
     chunks = engine.chunks
