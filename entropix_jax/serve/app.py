@@ -271,41 +271,39 @@ class Api:
 
     async def row(self, request: Request) -> Response:
         """`GET /v1/rows/ID`: its prompt, seed, sampler and regime rule, and the quantile tables."""
-        one = self._store.get(row_id := request.path_params["id"]).row.request
-        decode, sampler = self._served.model.tokenizer.decode, one.sampler
-        values = dict(sorted(sampler.values.items()))
-        facts = {
-            "row": row_id,
-            "prompt": await asyncio.to_thread(decode, one.prompt, skip_special=False),
-            "seed": one.seed,
-            "sampler": values,
-            "percentiles": dict(sorted(sampler.sampler.percentiles.items())),
-            "calibration": sampler.calibration.to_json(),
-        }
-        return json_answer(facts | regime_rule(values, "the row"))
+        kept = self._store.get(row_id := request.path_params["id"])
+        first = await asyncio.to_thread(self._header, kept.row)
+        values = first["sampler_parameters"]
+        facts = {name: first[name] for name in ("prompt", "seed", "percentiles", "calibration")}
+        rule = regime_rule(values, "the row")
+        return json_answer({"row": row_id, "sampler": values, **facts, **rule})
 
     async def file(self, kind: str, request: Request) -> Response:
         """`GET /v1/rows/ID/trace` or `.../report`: the file that `--trace` or `--report` writes."""
         kept = self._store.get(request.path_params["id"], ended=True)
         save, name, content_type = _FILES[kind]
-        one, model = kept.row.request, self._served.model
 
         def write() -> bytes:
-            first = header(
-                model,
-                one.sampler,
-                one.prompt,
-                seed=one.seed,
-                name=self._served.name,
-                messages=one.messages,
-            )
+            rows = Rows([kept.row], self._header(kept.row), kept.timings())
             with tempfile.TemporaryDirectory(prefix="entropix-jax-") as folder:
-                save(Rows([kept.row], first, kept.timings()), path := Path(folder) / name)
+                save(rows, path := Path(folder) / name)
                 return path.read_bytes()
 
         content = await asyncio.to_thread(write)
         attachment = {"Content-Disposition": f'attachment; filename="{name}"'}
         return Response(content, 200, _FILE_HEADERS | attachment, content_type)
+
+    def _header(self, row: Row) -> dict[str, Any]:
+        """Returns the header of a row's trace. A long prompt takes time."""
+        asked, served = row.request, self._served
+        return header(
+            served.model,
+            asked.sampler,
+            asked.prompt,
+            seed=asked.seed,
+            name=served.name,
+            messages=asked.messages,
+        )
 
     async def delete(self, request: Request) -> Response:
         """`DELETE /v1/rows/ID`."""
@@ -397,23 +395,16 @@ def make_app(
             CORSMiddleware, allow_origins=origins, allow_headers=["*"], allow_methods=methods
         )
         middleware.insert(0, cors)
-    handlers: dict[Any, Any] = dict.fromkeys((UserError, Exception), _refuse)
-    handlers |= {HTTPException: _refuse_path, ClientDisconnect: _skip}
+    kinds = (UserError, HTTPException, ClientDisconnect, Exception)
+    handlers: dict[Any, Any] = dict.fromkeys(kinds, _refuse)
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
+    """Answers a request that fails."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLIENT_GONE)
+    if isinstance(error, HTTPException):  # the path or the method does not exist
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        error = ApiError(message, status=error.status_code, headers=dict(error.headers or {}))
     return error_answer(error)
-
-
-async def _refuse_path(request: Request, error: HTTPException) -> Response:
-    """Answers a request for a path or a method that does not exist."""
-    message, headers = (
-        f"{request.method} {request.url.path}: {error.detail}",
-        dict(error.headers or {}),
-    )
-    return error_answer(ApiError(message, status=error.status_code, headers=headers))
-
-
-async def _skip(request: Request, error: Exception) -> Response:
-    return Response(status_code=CLIENT_GONE)

@@ -71,17 +71,9 @@ class Guard:
     def _is_own(self, host: str) -> bool:
         try:
             name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
+            return bool(re.fullmatch(_HOST, host) and (name in self._names or ip_address(name)))
+        except ValueError:  # no address
             return False
-        return re.fullmatch(_HOST, host) is not None and (name in self._names or _is_address(name))
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 def read_keys(path: Path) -> list[str]:
