@@ -191,7 +191,7 @@ class Api:
                 make = partial(continuation_request, self._served, body, row)
             checked = await asyncio.to_thread(make)
         for row in checked.rows[:: body.n]:
-            self._worker.check(row.request)
+            self._worker.engine.check(row.request)
         return checked
 
     async def _respond(self, answer: Answer, form: ResponseForm | None) -> Response:
@@ -210,7 +210,7 @@ class Api:
 
     def _state(self) -> str:
         """Returns the comment of a stream without news."""
-        program = self._worker.compiling
+        program = self._worker.engine.compiling
         return "waiting" if program is None else f"compiling {program}"
 
     async def _add_echoes(self, answer: Answer) -> None:

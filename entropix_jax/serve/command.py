@@ -32,15 +32,6 @@ if TYPE_CHECKING:
 _MAX_CONTEXT = 2048  # by default
 _LOOK = 0.04  # seconds of a chunk of steps
 _LARGEST = 2**31 - 1
-# Smallest and largest values.
-_RANGES = {
-    "port": (0, 65535),
-    "slots": (1, _LARGEST),
-    "context": (4, _LARGEST),
-    "queue": (0, _LARGEST),
-    "keep": (0, _LARGEST),
-    "top_logprobs": (0, 20),
-}
 _origins = tyro.conf.arg(metavar="ORIGIN ...", help_behavior_hint="")
 
 
@@ -92,8 +83,12 @@ def run(arguments: Arguments) -> int:
     from entropix_jax.serve.guard import read_keys, read_origin
     from entropix_jax.serve.http import BACKLOG
 
-    for name, limits in _RANGES.items():
-        check_range(f"--{name.replace('_', '-')}", getattr(arguments, name), *limits)
+    check_range("--port", arguments.port, 0, 65535)
+    check_range("--slots", arguments.slots, 1)
+    check_range("--context", arguments.context, 4)
+    check_range("--queue", arguments.queue, 0)
+    check_range("--keep", arguments.keep, 0)
+    check_range("--top-logprobs", arguments.top_logprobs, 0, 20)
     if not 0 < arguments.time_limit < _LARGEST:
         raise UserError(f"--time-limit must be above 0, not {arguments.time_limit:g}")
     access = {

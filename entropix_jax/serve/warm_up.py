@@ -13,12 +13,12 @@ from entropix_jax.names import SERVED
 from entropix_jax.sampler.mechanisms.branch import BRANCH
 from entropix_jax.serve.request import GREEDY, PLAIN, ServedModel
 from entropix_jax.serve.schema import ApiError
-from entropix_jax.serve.worker import Ticket, Update, Worker
+from entropix_jax.serve.worker import Ticket, Worker
 
 _TOKENS = 2  # per row: the first compiles prefill, the second decoding
 # Tokens of a prompt: one for each size in which prompts to 1000 tokens are read.
 _LENGTHS = (2, 30, 60, 120, 250, 500, 1000)
-_LOOK = 0.2  # seconds between two checks of what compiles
+_LOOK = 0.05  # seconds between two checks of the worker
 # Steps with both penalties of the API serve rows without them, at less than 2 % of a step's time.
 _PENALTIES = {"repetition.frequency": 1e-6, "repetition.presence": 1e-6}
 # A fork with at least two candidates, whatever the model's probabilities.
@@ -36,30 +36,21 @@ async def warm_up(served: ServedModel, worker: Worker, show: Callable[[str], Non
     """Compiles the usual programs by running rows: of the usual prompt lengths by the server's
     sampler with the API's penalties, and one that forks if that sampler can. Calls `show` with the
     program that compiles. The worker's counts omit the rows."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Queue[None]()
+    loop = asyncio.get_running_loop()
 
-    def note(updates: list[Update]) -> None:
-        if updates[-1].finish_reason is not None:
-            ended.put_nowait(None)
-
-    async def look() -> None:
-        while True:
-            if (program := worker.compiling) is not None:
+    async def wait_while(holds: Callable[[], bool]) -> None:
+        while holds():
+            if (program := worker.engine.compiling) is not None:
                 show(program)
             await asyncio.sleep(_LOOK)
 
-    looking = asyncio.create_task(look())
     try:
         for requests in _batches(served, min(TOGETHER, worker.most)):
-            worker.submit([Ticket(Row(request), loop, note) for request in requests])
-            for _ in requests:
-                await ended.get()
-        while worker.compiling is not None and worker.alive:
-            await asyncio.sleep(_LOOK)
+            worker.submit([Ticket(Row(one), loop, lambda updates: None) for one in requests])
+            await wait_while(lambda: not worker.idle())
     except ApiError:  # the server is shutting down
         return
-    finally:
-        looking.cancel()
+    await wait_while(lambda: worker.alive and worker.engine.compiling is not None)
     worker.forget()
 
 

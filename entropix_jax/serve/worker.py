@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.results import Event, Piece, Request, Row
+from entropix_jax.engine.results import Event, Piece, Row
 from entropix_jax.engine.search import Outcome, Search, last_answer
 from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.serve.schema import try_again
@@ -63,7 +63,8 @@ class Worker:
     """Runs submitted rows and searches in parallel. All methods may be called from any thread.
 
     `tokens` counts the committed tokens by regime, `retracted` the retracted ones, `finished` the
-    rows by finish reason, `failures` the restarts of the engine.
+    rows by finish reason, `failures` the restarts of the engine. Other threads may use `check` and
+    `compiling` of the `engine`, nothing else.
     """
 
     def __init__(self, engine: Engine, *, slots: int, queue: int) -> None:
@@ -71,8 +72,9 @@ class Worker:
         self.tokens: Counter[str] = Counter()
         self.finished: Counter[str] = Counter()
         self.retracted = self.failures = 0
+        self.engine = engine
         self.slots = slots
-        self._engine = engine
+        self.most = slots + queue  # rows of a request
         self._most = queue
         self._changed = threading.Condition()
         self._queue: deque[Ticket] = deque()
@@ -93,15 +95,6 @@ class Worker:
     def alive(self) -> bool:
         """Whether it accepts requests."""
         return self._thread.is_alive() and not self._closing
-
-    @property
-    def most(self) -> int:
-        """Maximum number of rows of a request."""
-        return self.slots + self._most
-
-    def check(self, request: Request) -> None:
-        """Raises UserError for a request that cannot run."""
-        self._engine.check(request)
 
     def submit(self, tickets: Sequence[Ticket]) -> None:
         """Submits jobs whose requests were checked, all or none. ApiError if the queue is full
@@ -146,11 +139,6 @@ class Worker:
             running = sum(max(len(ticket.running), 1) for ticket in self._running.values())
             return running, _size(self._queue) + waiting
 
-    @property
-    def compiling(self) -> str | None:
-        """The name of the program that compiles, if any."""
-        return self._engine.compiling
-
     def idle(self) -> bool:
         """Whether nothing runs or waits."""
         return self.stats() == (0, 0) and all(job.done() for job in self._jobs)
@@ -178,7 +166,7 @@ class Worker:
     def _serve(self) -> None:
         while True:
             try:
-                for event in self._engine.run(self._source(), self._between):
+                for event in self.engine.run(self._source(), self._between):
                     self._note(event, event.row.finish_reason)
                 self._tell()
                 return
@@ -226,11 +214,11 @@ class Worker:
                         self._begun.remove(row)
                         row.finish_reason = "cancelled"
                         continue
-                    for event in self._engine.end(row):
+                    for event in self.engine.end(row):
                         self._count(event)
                 self._end_search(ticket.job, "cancelled")
                 continue
-            *events, last = self._engine.end(ticket.job)
+            *events, last = self.engine.end(ticket.job)
             for event in events:
                 self._note(event, None)
             self._note(last, last.row.finish_reason)
@@ -242,7 +230,7 @@ class Worker:
         if isinstance(search, Search):
             if reason is not None:
                 self.finished[reason] += 1
-            if search.advance(self._engine):
+            if search.advance(self.engine):
                 self._end_search(search)
             return
         update = Update(event.token, event.pieces, event.retracted, reason, row.error)
