@@ -40,17 +40,12 @@ class Choice:
         if request.rows and (tokens := request.rows[index].tokens):
             self._forwards_before = max(token.forwards for token in tokens)
 
-    @property
-    def has_logprobs(self) -> bool:
-        """Whether the request asks for log-probabilities."""
-        return self._request.top is not None
-
     def set_echo(self, scored: Sequence[ScoredToken]) -> None:
         """Makes the part that repeats the prompt, whose tokens but the first are `scored` if the
         request asks for log-probabilities."""
         prompt = self._request.prompts[self.index // self._request.body.n]
         logprobs: dict[str, list[Any]] | None = None
-        if self.has_logprobs:
+        if self._request.top is not None:
             first, *others = prompt.texts(self._tokenizer)
             self._offset = len(first)
             logprobs = self._logprobs(scored, others)
@@ -91,7 +86,7 @@ class Choice:
             self.counts["forwards"] = outcome.forwards
         text = "".join(piece.text for one in updates for piece in one.pieces)
         logprobs: dict[str, Any] | None = None
-        if self.has_logprobs:
+        if self._request.top is not None:
             logprobs = {"content": self._content(tokens)} if chat else self._logprobs(tokens)
         own = self._own(updates, reason)
         return {
@@ -189,24 +184,22 @@ class Answer:
     """The answer to a generation request, whole or as a stream of chunks."""
 
     def __init__(
-        self, served: ServedModel, request: GenerationRequest, warnings: Sequence[str] = ()
+        self, served: ServedModel, request: GenerationRequest, warnings: Mapping[str, Any]
     ) -> None:
         self.id = secrets.token_hex(12)
         self.request = request
+        self._warnings = warnings
         number = len(request.prompts) * request.body.n
         self.choices = [Choice(served, request, index) for index in range(number)]
         kind = ("chatcmpl", "chat.completion") if request.chat else ("cmpl", "text_completion")
         common = {"id": f"{kind[0]}-{self.id}", "object": kind[1], "created": int(time.time())}
         self._common = common | {"model": served.name}
-        self._warnings = {"warnings": [*warnings]} if warnings else {}
 
     def usage(self) -> dict[str, int]:
         """Returns token counts. Prompts count once."""
         counts = sum((choice.counts for choice in self.choices), Counter[str]())
-        read, new = (
-            sum(len(one.tokens) for one in self.request.prompts),
-            counts["completion_tokens"],
-        )
+        read = sum(len(one.tokens) for one in self.request.prompts)
+        new = counts["completion_tokens"]
         return {
             "prompt_tokens": read,
             "completion_tokens": new,
@@ -219,6 +212,7 @@ class Answer:
         """Yields the chunks of a stream. A chunk has all tokens of a row since the last one. With
         log-probabilities it has at most one, because clients that show them expect that."""
         usage, chat = self.request.body.stream_options.include_usage, self.request.chat
+        single = self.request.top is not None
         common = self._common | ({"object": "chat.completion.chunk"} if chat else {})
 
         def chunk(*choices: dict[str, Any]) -> dict[str, Any]:
@@ -232,7 +226,7 @@ class Answer:
                 yield chunk(choice.echo)
         async for index, some in updates:
             choice = self.choices[index]
-            for part in ([one] for one in some) if choice.has_logprobs else (some,):
+            for part in ([one] for one in some) if single else (some,):
                 yield chunk(choice.part(part))
         if usage:
             yield chunk() | {"usage": self.usage()}

@@ -33,7 +33,7 @@ from entropix_jax.sampler.presets import preset_names
 from entropix_jax.serve.answers import Answer, Updates
 from entropix_jax.serve.guard import Guard
 from entropix_jax.serve.kept import RowStore
-from entropix_jax.serve.page import PageFiles, icon
+from entropix_jax.serve.page import PageFiles
 from entropix_jax.serve.request import (
     GenerationRequest,
     ServedModel,
@@ -242,7 +242,7 @@ class Api:
                 token["top"] = token["top"][: body.top]
             usage = {"prompt_tokens": len(ids), "total_tokens": len(ids)}
             found = {"object": "score", "model": served.name, "tokens": tokens, "usage": usage}
-            return json_answer(found | ({"warnings": body.warnings} if body.warnings else {}))
+            return json_answer(found | body.warnings)
 
         return await unless_gone(request, answer())
 
@@ -385,7 +385,6 @@ def make_app(
         Route("/health", api.health),
         Route("/metrics", api.metrics),
         Route("/", files.document),
-        Route("/favicon.ico", icon),
         Mount("/static", files),
     ]
     middleware = [Middleware(Guard, host=host, keys=keys, origins=origins)]

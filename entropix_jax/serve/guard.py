@@ -17,7 +17,7 @@ from entropix_jax.serve.wire import error_answer
 
 _HOST = r"([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d*)?"  # of a request's header
 # Paths without a key, because the page asks for it. The second ones are folders.
-_OPEN, _OPEN_FOLDERS = ("/health", "/", "/favicon.ico"), ("/static/",)
+_OPEN, _OPEN_FOLDERS = ("/health", "/"), ("/static/",)
 
 
 class Guard:

@@ -39,8 +39,3 @@ class PageFiles(StaticFiles):
     async def document(self, request: Request) -> Response:
         """`GET /`."""
         return await self.get_response("live.html", request.scope)
-
-
-async def icon(request: Request) -> Response:
-    """`GET /favicon.ico`: the document has its own icon."""
-    return Response(status_code=204, headers={"Cache-Control": "max-age=86400"})

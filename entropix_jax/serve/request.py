@@ -223,7 +223,7 @@ def completion_request(served: ServedModel, body: Completion) -> GenerationReque
         raise ApiError("max_tokens: 0 requires echo", param="max_tokens")
     tokenizer, prompts = served.model.tokenizer, []
     encode = tokenizer.encode_plain if body.entropix.escape_special else tokenizer.encode
-    for given in body.prompts:
+    for given in body.prompt:
         is_text = isinstance(given, str)
         tokens = encode(given, add_bos=True) if is_text else given
         _check_prompt(served, tokens, budget)
@@ -245,7 +245,7 @@ def continuation_request(served: ServedModel, body: Completion, row: Row) -> Gen
         raise unsupported("best_of")
     if own.id is not None:
         raise ApiError("entropix.id cannot be combined with entropix.from", param="entropix")
-    for name, default in (("prompt", None), ("echo", False), ("n", 1)):
+    for name, default in (("prompt", []), ("echo", False), ("n", 1)):
         if getattr(body, name) != default:
             raise ApiError(f"{name} cannot be combined with entropix.from", param=name)
     if body.max_tokens == 0:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
@@ -32,7 +32,7 @@ _REPEATED: dict[str, Any] = {
     "truncation": "disabled",
 }
 _REFUSED = ("previous_response_id", "conversation", "prompt", "background")
-_HINTS = ("include", "reasoning", "text", "truncation", "max_tool_calls")
+_HINTS = {"include", "reasoning", "text", "truncation", "max_tool_calls"}
 
 
 def _as_messages(value: Any) -> list[dict[str, Any]]:
@@ -51,6 +51,8 @@ def _as_messages(value: Any) -> list[dict[str, Any]]:
 class Responses(Body):
     """The body of a request. Nothing is stored, so it cannot name an earlier response."""
 
+    harmless: ClassVar[frozenset[str]] = Body.harmless | _HINTS
+
     input: Annotated[list[dict[str, Any]], BeforeValidator(_as_messages)]
     instructions: str | None = None
     max_output_tokens: Budget = None
@@ -59,11 +61,6 @@ class Responses(Body):
     top_p: float | None = Field(None, ge=0, le=1)
     top_logprobs: Integer | None = Field(None, ge=0, le=MAX_TOP)
     seed: Seed = None
-
-    @property
-    def unknown(self) -> list[str]:
-        """The unknown keys, sorted."""
-        return [key for key in super().unknown if key not in _HINTS]
 
     def to_chat(self) -> Chat:
         """Returns the request as a chat.

@@ -6,7 +6,7 @@ on the text are accepted, keys that would change its meaning are refused by name
 are accepted with a warning.
 """
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
@@ -115,16 +115,19 @@ def _as_stops(value: Any) -> list[str]:
     return stops
 
 
-def _as_prompt(value: Any) -> Any:
-    """A text, tokens, or a list of either."""
-    several = isinstance(value, list) and value and not _is_integer(value[0])
-    for place, one in enumerate(value if several else [value]):
+def _as_prompts(value: Any) -> list[Any]:
+    """A text, tokens, or a list of either. Returns a list of them."""
+    if value == []:
+        raise ValueError("must not be empty")
+    several = isinstance(value, list) and not _is_integer(value[0])
+    prompts: list[Any] = value if several else [value]
+    for place, one in enumerate(prompts):
         if not isinstance(one, str) and not _is_tokens(one):
             where, also = (f"entry {place} ", "") if several else ("", ", or a list of either")
             raise ValueError(f"{where}must be a text or a list of token ids{also}")
-    if several and len({isinstance(one, str) for one in value}) > 1:
+    if len({isinstance(one, str) for one in prompts}) > 1:
         raise ValueError("texts and lists of token ids do not go together")
-    return value
+    return prompts
 
 
 def _as_messages(value: Any) -> Any:
@@ -210,19 +213,17 @@ class Body(_Object):
     """Keys of all requests."""
 
     model_config = ConfigDict(extra="allow")
+    harmless: ClassVar[frozenset[str]] = _HARMLESS
 
     model: str
     entropix: Own = Own()
 
     @property
-    def unknown(self) -> list[str]:
-        """The unknown keys, sorted."""
-        return sorted((self.model_extra or {}).keys() - _HARMLESS - _MEANINGFUL.keys())
-
-    @property
-    def warnings(self) -> list[str]:
-        """The warnings of the answer."""
-        return [f"'{key}' is unknown and was ignored" for key in self.unknown]
+    def warnings(self) -> dict[str, list[str]]:
+        """The key `warnings` of the answer, if there are any."""
+        unknown = (self.model_extra or {}).keys() - self.harmless - _MEANINGFUL.keys()
+        found = [f"'{key}' is unknown and was ignored" for key in sorted(unknown)]
+        return {"warnings": found} if found else {}
 
 
 class Generating(Body):
@@ -254,25 +255,17 @@ class Generating(Body):
 class Completion(Generating):
     """`/v1/completions`."""
 
-    prompt: Annotated[Any, BeforeValidator(_as_prompt)] = None
+    prompt: Annotated[list[Any], BeforeValidator(_as_prompts)] = []
     best_of: Integer | None = None
     echo: bool = False
     logprobs: Integer | None = Field(None, ge=0, le=MAX_TOP)
 
     @property
-    def prompts(self) -> list[Any]:
-        """The prompts, each a text or tokens. ApiError if there are none."""
-        given = self.prompt
-        if given is None:
-            raise ApiError("prompt: Field required", param="prompt")
-        if not given and isinstance(given, list):
-            raise ApiError("prompt must not be empty", param="prompt")
-        return [given] if isinstance(given, str) or isinstance(given[0], int) else given
-
-    @property
     def rows(self) -> int:
-        """Number of requested rows, `n` of each prompt."""
-        return self.n if self.entropix.begin else len(self.prompts) * self.n
+        """Number of requested rows, `n` of each prompt. ApiError without prompt and kept row."""
+        if not self.prompt and self.entropix.begin is None:
+            raise ApiError("prompt: Field required", param="prompt")
+        return max(len(self.prompt), 1) * self.n
 
 
 class Chat(Generating):
