@@ -8,7 +8,7 @@ are accepted with a warning.
 
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from entropix_jax.engine.search import MOST_FORKS
@@ -35,6 +35,7 @@ _MEANINGFUL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
+    "response_format": ({"type": "text"}, "text"),
     "suffix": ("",),
     "prompt_logprobs": (0, False),
     "min_tokens": (0,),
@@ -85,12 +86,8 @@ class _Object(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _is_tokens(value: Any) -> bool:
-    return isinstance(value, list) and all(_is_integer(one) and one >= 0 for one in value)
+    return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
 
 
 def _as_integer(value: Any) -> Any:
@@ -100,34 +97,24 @@ def _as_integer(value: Any) -> Any:
 
 def _minus_one_as_none(value: Any) -> Any:
     """-1 is no limit and no seed, as in llama.cpp and vLLM."""
-    value = _as_integer(value)
-    return None if _is_integer(value) and value == -1 else value
+    return None if value == -1 else _as_integer(value)
 
 
-def _as_stops(value: Any) -> list[str]:
-    """A text or a list of texts. Empty ones are ignored."""
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise ValueError("must be a text or a list of texts")
-    stops = [stop for stop in stops if stop]
-    if len(stops) > _MAX_STOPS:
-        raise ValueError(f"at most {_MAX_STOPS} texts, not {len(stops)}")
-    return stops
+def _as_list(value: Any) -> list[Any]:
+    """A single value is a list of one."""
+    return value if isinstance(value, list) else [value]
+
+
+def _without_empty(texts: list[str]) -> list[str]:
+    return [text for text in texts if text]
 
 
 def _as_prompts(value: Any) -> list[Any]:
-    """A text, tokens, or a list of either. Returns a list of them."""
-    if value == []:
-        raise ValueError("must not be empty")
-    several = isinstance(value, list) and not _is_integer(value[0])
-    prompts: list[Any] = value if several else [value]
-    for place, one in enumerate(prompts):
-        if not isinstance(one, str) and not _is_tokens(one):
-            where, also = (f"entry {place} ", "") if several else ("", ", or a list of either")
-            raise ValueError(f"{where}must be a text or a list of token ids{also}")
-    if len({isinstance(one, str) for one in prompts}) > 1:
-        raise ValueError("texts and lists of token ids do not go together")
-    return prompts
+    """A text, tokens, or a list of either. Returns a list of texts, or of lists of tokens."""
+    prompts = _as_list([value] if _is_tokens(value) else value)
+    if all(isinstance(one, str) for one in prompts) or all(map(_is_tokens, prompts)):
+        return prompts
+    raise ValueError("must be a text, a list of token ids, or a list of either, not mixed")
 
 
 def _as_messages(value: Any) -> Any:
@@ -149,27 +136,13 @@ def _as_sampler(value: Any) -> Any:
     return value
 
 
-def _as_format(value: Any) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else value
-    if kind != "text":
-        raise ValueError(f"type {kind!r} is not supported by this server, only 'text'")
-    return value
-
-
-def _as_given(value: Any) -> Any:
-    """One token or several."""
-    given = [value] if _is_integer(value) else value
-    if not _is_tokens(given) or not 1 <= len(given) <= _MAX_GIVEN:
-        raise ValueError(f"must be a token id or a list of 1 to {_MAX_GIVEN}")
-    return given
-
-
 Integer = Annotated[int, BeforeValidator(_as_integer)]
 Budget = Annotated[
     Annotated[int, Field(ge=0, le=_LARGEST)] | None, BeforeValidator(_minus_one_as_none)
 ]
 Seed = Annotated[int | None, BeforeValidator(_minus_one_as_none)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Token = Annotated[int, Field(ge=0)]
 
 
 class From(_Object):
@@ -177,7 +150,9 @@ class From(_Object):
 
     row: str
     position: int = Field(ge=0, lt=2**31)
-    token: Annotated[list[int], BeforeValidator(_as_given)] = []
+    token: Annotated[
+        list[Token], Field(min_length=1, max_length=_MAX_GIVEN), BeforeValidator(_as_list)
+    ] = []
 
 
 class Own(_Object):
@@ -232,7 +207,12 @@ class Generating(Body):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     n: Integer = Field(1, ge=1, le=_MAX_CHOICES)
-    stop: Annotated[list[str], BeforeValidator(_as_stops)] = Field(default_factory=list)
+    stop: Annotated[
+        list[str],
+        Field(max_length=_MAX_STOPS),
+        BeforeValidator(_as_list),
+        AfterValidator(_without_empty),
+    ] = []
     ignore_eos: bool = False
     seed: Seed = None
     max_tokens: Budget = None
@@ -243,8 +223,7 @@ class Generating(Body):
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     frequency_penalty: float = Field(0, ge=-2, le=2)
     presence_penalty: float = Field(0, ge=-2, le=2)
-    logit_bias: dict[str, Bias] = Field(default_factory=dict)
-    response_format: Annotated[Any, BeforeValidator(_as_format)] = None
+    logit_bias: dict[str, Bias] = {}
 
     @property
     def rows(self) -> int:
@@ -275,7 +254,7 @@ class Chat(Generating):
     max_completion_tokens: Budget = None
     logprobs: bool = False
     top_logprobs: Integer | None = Field(None, ge=0, le=MAX_TOP)
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = {}
 
 
 class Score(Body):
