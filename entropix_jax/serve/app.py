@@ -199,14 +199,16 @@ class Api:
         if answer.request.echo:
             await self._add_echoes(answer)
         run = Run(self._worker, self._store, answer, self._limit)
+        updates = run.updates()
+        chunks = form.events(answer.chunks(updates)) if form else answer.chunks(updates)
         if answer.request.body.stream:
-            chunks = answer.chunks(run.updates())
-            return Stream(run, events(form.events(chunks) if form else chunks, self._state))
+            return Stream(run, events(chunks, self._state))
         try:
-            whole = await answer.whole(run.updates())
+            if form is None:
+                return json_answer(await answer.whole(updates))
+            return json_answer([event async for event in chunks][-1]["response"])
         finally:
             run.end()
-        return json_answer(form.whole(whole) if form else whole)
 
     def _state(self) -> str:
         """Returns the comment of a stream without news."""

@@ -20,7 +20,6 @@ from entropix_jax.serve.schema import (
 # Parameters that a response repeats.
 _REPEATED: dict[str, Any] = {
     "error": None,
-    "incomplete_details": None,
     "metadata": {},
     "parallel_tool_calls": False,
     "previous_response_id": None,
@@ -31,6 +30,7 @@ _REPEATED: dict[str, Any] = {
     "tools": [],
     "truncation": "disabled",
 }
+_SAME = {"model", "stream", "temperature", "top_p", "top_logprobs", "seed"}  # keys of a chat
 _REFUSED = ("previous_response_id", "conversation", "prompt", "background")
 _HINTS = {"include", "reasoning", "text", "truncation", "max_tool_calls"}
 
@@ -77,8 +77,7 @@ class Responses(Body):
             message = f"text.format: type {kind!r} is not supported by this server, only 'text'"
             raise unsupported("text.format", message)
         first = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        given = self.model_fields_set - {"input", "instructions", "max_output_tokens", "entropix"}
-        values = {name: getattr(self, name) for name in given}
+        values = self.model_dump(include=_SAME, exclude_unset=True)
         values["messages"] = [*first, *self.input]
         values["max_completion_tokens"] = self.max_output_tokens
         values["logprobs"] = True if self.top_logprobs else None
@@ -87,7 +86,7 @@ class Responses(Body):
 
 
 class ResponseForm:
-    """Converts the answer to a chat, whole or as a stream, to a response."""
+    """Converts the chunks of a chat to the events of a response. The last one has all of it."""
 
     def __init__(self, body: Responses, number: str) -> None:
         self._body = body
@@ -95,19 +94,11 @@ class ResponseForm:
         self._created = int(time.time())
         self._text = ""
         self._sequence = 0
-        self._reason: str | None = None
-
-    def whole(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """Returns the response of a whole chat completion."""
-        (choice,) = answer["choices"]
-        self._text, self._reason = choice["message"]["content"], choice["finish_reason"]
-        warnings = {"warnings": answer["warnings"]} if "warnings" in answer else {}
-        return self._frame("completed", answer["usage"]) | warnings
 
     async def events(self, chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
         """Yields the events of a stream whose last chunk has the usage."""
         place = {"item_id": self._item, "output_index": 0, "content_index": 0}
-        usage = None
+        usage, status = None, "completed"
         for name in ("created", "in_progress"):
             yield self._event(name, response=self._frame("in_progress"))
         item = self._message("in_progress") | {"content": []}
@@ -116,15 +107,15 @@ class ResponseForm:
         async for chunk in chunks:
             usage = chunk["usage"]
             for choice in chunk["choices"]:
-                self._reason = choice["finish_reason"]
+                if choice["finish_reason"] == "length":
+                    status = "incomplete"
                 if delta := choice["delta"]["content"]:
                     self._text += delta
                     yield self._event("output_text.delta", **place, delta=delta, logprobs=[])
         yield self._event("output_text.done", **place, text=self._text, logprobs=[])
         yield self._event("content_part.done", **place, part=self._part())
-        yield self._event("output_item.done", output_index=0, item=self._message("completed"))
-        name = "incomplete" if self._reason == "length" else "completed"
-        yield self._event(name, response=self._frame("completed", usage))
+        yield self._event("output_item.done", output_index=0, item=self._message(status))
+        yield self._event(status, response=self._frame(status, usage))
 
     def _event(self, kind: str, **values: Any) -> dict[str, Any]:
         self._sequence += 1
@@ -138,9 +129,8 @@ class ResponseForm:
         return {**message, "content": [self._part()]}
 
     def _frame(self, status: str, usage: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Returns the response with its status so far."""
-        ended, body = status == "completed", self._body
-        incomplete = ended and self._reason == "length"
+        """Returns the response so far. It has `usage` once it has ended."""
+        body, incomplete = self._body, {"reason": "max_output_tokens"}
         counts = usage and {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": 0},
@@ -148,19 +138,19 @@ class ResponseForm:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],
         }
-        status = "incomplete" if incomplete else status
         return {
             **_REPEATED,
             "id": self._id,
             "object": "response",
             "created_at": self._created,
             "status": status,
-            "incomplete_details": {"reason": "max_output_tokens"} if incomplete else None,
+            "incomplete_details": incomplete if status == "incomplete" else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "model": body.model,
-            "output": [self._message(status)] if ended else [],
+            "output": [self._message(status)] if usage else [],
             "temperature": body.temperature,
             "top_p": body.top_p,
             "usage": counts,
+            **body.warnings,
         }
