@@ -93,12 +93,12 @@ class ServedModel:
         own = {"extends": choice} if isinstance(choice, str) else choice
         settings: dict[str, Any] = {**(own or {}), **(changes or {})}
         preset = settings.pop("extends", None)
-        if base is not None and preset is None and not settings:
-            return base
-        written = (
-            None if base is None or preset is not None else [base.name, {**base.sampler.written}]
-        )
-        key = json.dumps([preset, written, settings], sort_keys=True)
+        name = None
+        if base is not None and preset is None:
+            if not settings:
+                return base
+            name, settings = base.name, {**base.sampler.written, **settings}
+        key = json.dumps([preset, name, settings], sort_keys=True)
         try:
             if len(key) > _MAX_CHARACTERS:
                 message = f"the sampler's settings take more than {_MAX_CHARACTERS} characters"
@@ -113,11 +113,10 @@ class ServedModel:
         return lru_cache(_SAMPLERS)(self._calibrate)
 
     def _calibrate(self, key: str) -> CalibratedSampler:
-        preset, written, settings = json.loads(key)
+        preset, name, settings = json.loads(key)
         sampler = self.sampler
-        if written is not None:
-            name, values = written
-            sampler = Sampler(name, "", values, mechanisms=sampler.mechanisms)
+        if name is not None:
+            sampler = Sampler(name, "", {}, mechanisms=sampler.mechanisms)
         elif preset is not None:
             if not is_preset(preset):  # the name of a file is refused
                 names = preset_names()
