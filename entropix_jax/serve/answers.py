@@ -46,13 +46,8 @@ class Choice:
         prompt = self._request.prompts[self.index // self._request.body.n]
         logprobs: dict[str, list[Any]] | None = None
         if self._request.top is not None:
-            first, *others = prompt.texts(self._tokenizer)
-            self._offset = len(first)
-            logprobs = self._logprobs(scored, others)
-            logprobs["tokens"].insert(0, self._tokenizer.decode_within(prompt.tokens[:1]))
-            logprobs["text_offset"].insert(0, 0)
-            for name in ("token_logprobs", "top_logprobs"):
-                logprobs[name].insert(0, None)
+            texts = prompt.texts(self._tokenizer)
+            logprobs = self._logprobs(zip(prompt.tokens, [None, *scored], texts, strict=True))
         self._offset = len(prompt.text)
         end = None if self._request.rows else "length"
         self.echo = {"index": self.index, "text": prompt.text, "logprobs": logprobs}
@@ -87,7 +82,8 @@ class Choice:
         text = "".join(piece.text for one in updates for piece in one.pieces)
         logprobs: dict[str, Any] | None = None
         if self._request.top is not None:
-            logprobs = {"content": self._content(tokens)} if chat else self._logprobs(tokens)
+            entries = ((token.token_id, token, token.text) for token in tokens)
+            logprobs = {"content": self._content(tokens)} if chat else self._logprobs(entries)
         own = self._own(updates, reason)
         return {
             "index": self.index,
@@ -138,24 +134,23 @@ class Choice:
 
     # Log-probabilities
 
-    def _logprobs(
-        self, tokens: Iterable[AnyToken], texts: Iterable[str] = ()
-    ) -> dict[str, list[Any]]:
-        """Returns them in the form of completions. `texts` are what the tokens add to the choice's
-        text, by default their own."""
-        lengths = map(len, texts)
+    def _logprobs(self, tokens: Iterable[tuple[int, AnyToken | None, str]]) -> dict[str, list[Any]]:
+        """Returns them in the form of completions, for token ids, each with its record and with the
+        text that it adds to the choice's. The first token of a prompt has no record."""
         found: dict[str, list[Any]] = {
             "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
         }  # fmt: skip
-        for token in tokens:
-            text = self._tokenizer.decode_within([token.token_id])
+        for token_id, token, added in tokens:
+            text = self._tokenizer.decode_within([token_id])
+            top: dict[str, float] | None = None
+            if token is not None:
+                top = {text: logprob for _, text, logprob in reversed(self._top(token))}
+                top[text] = token.logprob  # includes the token, with this very log-probability
             found["tokens"].append(text)
-            found["token_logprobs"].append(token.logprob)
-            # Includes the token, with this very log-probability.
-            top = {text: logprob for _, text, logprob in reversed(self._top(token))}
-            found["top_logprobs"].append({**top, text: token.logprob})
+            found["token_logprobs"].append(None if token is None else token.logprob)
+            found["top_logprobs"].append(top)
             found["text_offset"].append(self._offset)
-            self._offset += next(lengths, len(token.text))
+            self._offset += len(added)
         return found
 
     def _content(self, tokens: Iterable[AnyToken]) -> list[dict[str, Any]]:

@@ -96,8 +96,8 @@ class Run:
             for choice, row in zip(answer.choices, answer.request.rows, strict=False):
                 choice.row_id = store.put(row)
                 choice.row_ids = [choice.row_id]
-        self._late = False
-        self._timer = loop.call_later(limit, self._stop)
+        self._loop = loop
+        self._timer = loop.call_later(limit, self.end)
 
     async def updates(self) -> Updates:
         """Yields the updates of the rows until all have ended. ApiError if the time was over before
@@ -106,7 +106,8 @@ class Run:
         while left:
             index, updates = await self._updates.get()
             rows = (row for ticket in self._tickets for row in ticket.rows)
-            if self._late and all(row.started is None for row in rows):
+            late = self._loop.time() >= self._timer.when()
+            if late and all(row.started is None for row in rows):
                 raise try_again("the request timed out", 10, code="timeout")
             left -= updates[-1].finish_reason is not None
             yield index, updates
@@ -126,10 +127,6 @@ class Run:
             for row_id in choice.row_ids:
                 self._store.end(row_id)
         self._updates.put_nowait((index, updates))
-
-    def _stop(self) -> None:
-        self._late = True
-        self.end()
 
 
 class Stream(StreamingResponse):

@@ -16,8 +16,7 @@ from entropix_jax.serve.schema import ApiError
 from entropix_jax.serve.wire import error_answer
 
 _HOST = r"([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d*)?"  # of a request's header
-# Paths without a key, because the page asks for it. The second ones are folders.
-_OPEN, _OPEN_FOLDERS = ("/health", "/"), ("/static/",)
+_OPEN = ("/health", "/")  # paths without a key, as /static/: the page asks for the key
 
 
 class Guard:
@@ -55,7 +54,7 @@ class Guard:
         if origin is not None and origin not in (*self._origins, f"{scheme}://{host}"):
             message = f"the origin {origin!r} is not allowed: {hint}"
             raise ApiError(message, status=403, code="foreign_origin")
-        if self._keys and path not in _OPEN and not path.startswith(_OPEN_FOLDERS):
+        if self._keys and path not in _OPEN and not path.startswith("/static/"):
             kind, _, given = headers.get("authorization", "").partition(" ")
             key = given.strip().encode("latin-1", "replace")
             # Compares with all of them, so that the time does not depend on the key.
