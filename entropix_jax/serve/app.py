@@ -179,17 +179,12 @@ class Api:
     async def _check(self, body: Generating) -> GenerationRequest:
         """Returns the rows of a request, in a thread because a long text takes time."""
         if isinstance(body, Chat):
-            checked = await asyncio.to_thread(chat_request, self._served, body)
-        else:
-            assert isinstance(body, Completion)
-            make = partial(completion_request, self._served, body)
-            if (place := body.entropix.begin) is not None:
-                row = self._store.get(place.row).row
-                make = partial(continuation_request, self._served, body, row)
-            checked = await asyncio.to_thread(make)
-        for row in checked.rows[:: body.n]:
-            self._worker.engine.check(row.request)
-        return checked
+            return await asyncio.to_thread(chat_request, self._served, body)
+        assert isinstance(body, Completion)
+        if (place := body.entropix.begin) is None:
+            return await asyncio.to_thread(completion_request, self._served, body)
+        row = self._store.get(place.row).row
+        return await asyncio.to_thread(continuation_request, self._served, body, row)
 
     async def _respond(self, answer: Answer, form: ResponseForm | None) -> Response:
         """Runs the rows of an answer. `form` converts it to the Responses API."""
@@ -199,18 +194,13 @@ class Api:
         updates = run.updates()
         chunks = form.events(answer.chunks(updates)) if form else answer.chunks(updates)
         if answer.request.body.stream:
-            return Stream(run, events(chunks, self._state))
+            return Stream(run, events(chunks))
         try:
             if form is None:
                 return json_answer(await answer.whole(updates))
             return json_answer([event async for event in chunks][-1]["response"])
         finally:
             run.end()
-
-    def _state(self) -> str:
-        """Returns the comment of a stream without news."""
-        program = self._worker.engine.compiling
-        return "waiting" if program is None else f"compiling {program}"
 
     async def _add_echoes(self, answer: Answer) -> None:
         request = answer.request

@@ -11,7 +11,7 @@ from typing import Any
 
 from entropix_jax.engine.preparation import CalibratedSampler, calibrate_sampler, describe_token
 from entropix_jax.engine.results import Request, Row
-from entropix_jax.engine.running import find_no_token
+from entropix_jax.engine.running import check_request, find_no_token
 from entropix_jax.engine.search import Method, Search, find_method, recording_for
 from entropix_jax.errors import UserError, nearest
 from entropix_jax.model.loading import LanguageModel
@@ -327,6 +327,8 @@ def _new_rows(
             row_id = body.entropix.id or str(seen[tuple(prompt.tokens)])
             seen[tuple(prompt.tokens)] += 1
             rows.append(Row(replace(common, prompt=prompt.tokens, row_id=row_id), number=choice))
+    for row in rows[:: body.n]:
+        check_request(served.model, row.request, served.context)
     return GenerationRequest(body, prompts, rows, common.sampler, top, chat, echo)
 
 

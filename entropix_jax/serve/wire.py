@@ -1,7 +1,7 @@
 """Bytes in and out: bodies, JSON, server-sent events, errors in the API's form."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 from pydantic_core import to_json
@@ -54,17 +54,15 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError("the server failed", status=500)
 
 
-async def events(
-    values: AsyncIterator[dict[str, Any]], state: Callable[[], str]
-) -> AsyncIterator[bytes]:
+async def events(values: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
     """Yields server-sent events: one for each value, then [DONE], or an error. After each `_QUIET`
-    seconds without a value it yields a comment with the `state`."""
+    seconds without a value it yields a comment."""
     try:
         while True:
             coming = asyncio.ensure_future(anext(values))
             try:
                 while not (await asyncio.wait((coming,), timeout=_QUIET))[0]:
-                    yield f": {state()}\n\n".encode()
+                    yield b": waiting\n\n"
                 value = coming.result()
             except StopAsyncIteration:
                 break

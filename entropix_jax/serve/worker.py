@@ -63,7 +63,7 @@ class Worker:
     """Runs submitted rows and searches in parallel. All methods may be called from any thread.
 
     `tokens` counts the committed tokens by regime, `retracted` the retracted ones, `finished` the
-    rows by finish reason, `failures` the restarts of the engine. Other threads may use `check` and
+    rows by finish reason, `failures` the restarts of the engine. Other threads may use
     `compiling` of the `engine`, nothing else.
     """
 

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.results import Event, Request, Row
+from entropix_jax.engine.results import Event, Row
 from entropix_jax.engine.state import Recording
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
@@ -85,9 +85,6 @@ class StandIn:
         self.chunks = 0
         self.has_slots = True
         self.steps = threading.Semaphore(0)
-
-    def check(self, request: Request) -> None:
-        pass
 
     def step(self, number: int = 1) -> None:
         self.steps.release(number)
