@@ -72,8 +72,9 @@ def run(arguments: Arguments) -> int:
     sampler = arguments.model.choose_sampler()
     messages: Any = []
     if arguments.messages is not None:
+        raw = read_messages(arguments.messages)
         try:
-            messages = plain_messages(read_messages(arguments.messages))
+            messages = plain_messages(raw)
         except UserError as error:
             raise UserError(f"{arguments.messages}: {error}") from None
     elif arguments.system is not None:

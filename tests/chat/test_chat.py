@@ -249,7 +249,7 @@ def test_a_script_ends_at_a_mistake(
         (("--max-new-tokens", 0), "--max-new-tokens must be at least 1"),
         (("--stop", ""), "--stop: stop strings must not be empty"),
         (("--messages", "chat.json", "--system", "Sing."), "cannot be used with --messages"),
-        (("--messages", "none.json"), "none.json: no such file"),
+        (("--messages", "none.json"), "error: none.json: no such file"),
         (("--prompt", "Hello"), "unknown options: --prompt"),
         (("--sampler", "grady"), "did you mean 'greedy'"),
     ],
