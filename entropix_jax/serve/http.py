@@ -18,9 +18,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _KEEP_ALIVE = 15  # seconds that a connection may idle
-_GRACE = 5.0  # seconds for clients to read the rest, once all rows have ended
-_LOOK = 0.05  # seconds between two checks of that
-_HEAD = 20.0  # seconds for the head of a request to arrive
+_LOOK = 0.05  # seconds between two checks of whether rows run
 BACKLOG = 2048  # connections that wait to be accepted
 _AT_ONCE = 16  # connections that are accepted at once
 _MAX_FILES = 65536  # open files of the process
@@ -38,13 +36,10 @@ class _OncePerMinute(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         now = time.monotonic()
-        if (
-            record.levelno > logging.WARNING
-            or now - self._last.get(record.msg, -_MINUTE) >= _MINUTE
-        ):
+        is_new = now - self._last.get(record.msg, -_MINUTE) >= _MINUTE
+        if is_new:
             self._last[record.msg] = now
-            return True
-        return False
+        return is_new or record.levelno > logging.WARNING
 
 
 _FILTER = _OncePerMinute()
@@ -148,9 +143,9 @@ class HttpServer(uvicorn.Server):
         self,
         app: ASGIApp,
         idle: Callable[[], bool],
-        grace: float = _GRACE,
         *,
-        head: float = _HEAD,
+        grace: float = 5.0,
+        head: float = 20.0,
         most: int | None = None,
     ) -> None:
         """Configures the server.
