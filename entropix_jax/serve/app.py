@@ -87,9 +87,8 @@ class Run:
         jobs: Sequence[Row | Search] = answer.request.rows if search is None else [search]
         self._worker, self._store, self._answer = worker, store, answer
         self._updates: asyncio.Queue[tuple[int, list[Update]]] = asyncio.Queue()
-        self._tickets = [
-            Ticket(job, loop, partial(self._note, index)) for index, job in enumerate(jobs)
-        ]
+        soon: Any = loop.call_soon_threadsafe
+        self._tickets = [Ticket(job, partial(soon, self._note, i)) for i, job in enumerate(jobs)]
         worker.submit(self._tickets)
         self._keeps = answer.request.body.entropix.keep
         if self._keeps and search is None:

@@ -36,7 +36,6 @@ async def warm_up(served: ServedModel, worker: Worker, show: Callable[[str], Non
     """Compiles the usual programs by running rows: of the usual prompt lengths by the server's
     sampler with the API's penalties, and one that forks if that sampler can. Calls `show` with the
     program that compiles. The worker's counts omit the rows."""
-    loop = asyncio.get_running_loop()
 
     async def wait_while(holds: Callable[[], bool]) -> None:
         while holds():
@@ -46,7 +45,7 @@ async def warm_up(served: ServedModel, worker: Worker, show: Callable[[str], Non
 
     try:
         for requests in _batches(served, min(TOGETHER, worker.most)):
-            worker.submit([Ticket(Row(one), loop, lambda updates: None) for one in requests])
+            worker.submit([Ticket(Row(request), lambda updates: None) for request in requests])
             await wait_while(lambda: not worker.idle())
     except ApiError:  # the server is shutting down
         return

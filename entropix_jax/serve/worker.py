@@ -5,7 +5,6 @@ The worker calls the event loop once per row and chunk of steps, not once per to
 
 import logging
 import threading
-from asyncio import AbstractEventLoop
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,12 +35,11 @@ class Update:
 
 @dataclass(frozen=True, eq=False)
 class Ticket:
-    """A submitted row or search. The event loop `loop` calls `tell` with the updates of the row. Of
-    a search, those of its chosen row come once it has ended."""
+    """A submitted row or search. The worker's thread calls `tell` with the updates of the row. Of a
+    search, those of its chosen row come once it has ended."""
 
     job: Row | Search
-    loop: AbstractEventLoop
-    tell: Callable[[list[Update]], None]
+    tell: Callable[[list[Update]], Any]
 
     @property
     def size(self) -> int:
@@ -125,9 +123,8 @@ class Worker:
         with self._changed:
             if ticket in self._queue:
                 self._queue.remove(ticket)
-                end = Update(None, (), False, "cancelled")
                 self.finished["cancelled"] += 1
-                ticket.loop.call_soon_threadsafe(ticket.tell, [end])
+                ticket.tell([Update(None, (), False, "cancelled")])
             elif id(ticket.job) in self._running:
                 self._cancelled.append(ticket)
 
@@ -269,8 +266,8 @@ class Worker:
         updates, self._updates = self._updates, {}
         for ticket, own in updates.items():
             try:
-                ticket.loop.call_soon_threadsafe(ticket.tell, own)
-            except RuntimeError:  # the loop is closed
+                ticket.tell(own)
+            except RuntimeError:  # its event loop is closed
                 _LOG.debug("an event loop ended before its requests")
 
 

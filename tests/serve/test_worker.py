@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -48,9 +49,10 @@ async def until(holds: Callable[[], bool]) -> None:
 
 def submit(worker: Worker, *budgets: int) -> tuple[list[Ticket], list[list[Update]]]:
     """Submits a row of each budget. Returns their tickets, and their updates as they come."""
-    loop, updates = asyncio.get_running_loop(), [list[Update]() for _ in budgets]
+    soon: Any = asyncio.get_running_loop().call_soon_threadsafe
+    updates = [list[Update]() for _ in budgets]
     tickets = [
-        Ticket(Row(unrun([1], "0", budget)), loop, own.extend)
+        Ticket(Row(unrun([1], "0", budget)), partial(soon, own.extend))
         for budget, own in zip(budgets, updates, strict=True)
     ]
     worker.submit(tickets)
