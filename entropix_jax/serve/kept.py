@@ -37,8 +37,9 @@ class KeptRow:
         """Number of tokens, prompt and retracted ones included, plus `ROW_TOKENS`. Messages count
         where they are much longer than the prompt, which a template may trim."""
         request = self.row.request
-        texts = (text for message in request.messages or () for text in message.values())
-        prompt = max(len(request.prompt), sum(map(len, texts)) // _TOKEN_CHARACTERS)
+        values = (value for message in request.messages or () for value in message.values())
+        characters = sum(len(str(value)) for value in values)
+        prompt = max(len(request.prompt), characters // _TOKEN_CHARACTERS)
         return prompt + len(self.row.log) + ROW_TOKENS
 
     def timings(self) -> dict[str, float]:

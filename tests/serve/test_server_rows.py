@@ -193,9 +193,10 @@ def test_a_choice_keeps_its_random_numbers(ask: Any) -> None:
 
 
 def test_streams_name_the_row_first_and_last(ask: Any) -> None:
+    talk = [{"role": "user", "content": "Hi", "index": 0}]
     for path, body in (
         ("completions", BODY),
-        ("chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}),
+        ("chat/completions", {"model": "tiny", "messages": talk}),
     ):
         body = {**body, "max_tokens": 5, "stream": True, "entropix": {"keep": True}}
         answer = ask.client.post(f"/v1/{path}", json=body).text.strip().split("\n\n")
