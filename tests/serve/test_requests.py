@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +57,7 @@ def asking(model: LanguageModel, **options: Any) -> Iterator[Ask]:
             async with client() as one:
                 return await asyncio.wait_for(one.request(method, path, **given), 60)
 
-        def run(method: str, path: str, **given: Any) -> httpx.Response:
-            call: Coroutine[Any, Any, httpx.Response] = ask(method, path, **given)
-            return loop.run(call)
-
-        yield run
+        yield lambda method, path, **given: loop.run(ask(method, path, **given))
 
 
 @pytest.fixture(scope="module")
