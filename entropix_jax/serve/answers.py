@@ -36,9 +36,8 @@ class Choice:
         self._request = request
         self._offset = 0  # characters so far
         self._has_part = False
-        self._forwards_before = 0  # of the row that this one continues
-        if request.rows and (tokens := request.rows[index].tokens):
-            self._forwards_before = max(token.forwards for token in tokens)
+        before = (token.forwards for row in request.rows[index:][:1] for token in row.tokens)
+        self._forwards_before = max(before, default=0)  # of the row that this one continues
 
     def set_echo(self, scored: Sequence[ScoredToken]) -> None:
         """Makes the part that repeats the prompt, whose tokens but the first are `scored` if the

@@ -20,7 +20,6 @@ from entropix_jax.serve.schema import ApiError
 _ID_BYTES = 16  # of a row's id, so that it cannot be guessed
 ROW_TOKENS = 16  # memory of a row besides its tokens, its sampler above all, counted in tokens
 _TOKEN_CHARACTERS = 16  # more than tokens have on average
-_FORCED = ("inject", "think_end", "budget_forcing")  # actions that force a text
 
 
 @dataclass(eq=False)
@@ -44,11 +43,9 @@ class KeptRow:
 
     def timings(self) -> dict[str, float]:
         """Returns the timings of the row's trace, in seconds. Empty if it never started."""
-        row, start = self.row, self.row.started
-        if start is None or self.ended is None:
-            return {}
-        first = {} if row.first_token is None else {"first_token": row.first_token - start}
-        return {**first, "total": self.ended - start}
+        times = {"first_token": self.row.first_token, "total": self.ended}
+        start = self.row.started
+        return {k: t - start for k, t in times.items() if t is not None and start is not None}
 
 
 class RowStore:
@@ -171,6 +168,4 @@ def _same_unit(before: TokenRecord, token: TokenRecord) -> bool:
     """Whether a token was written with the one before it."""
     if token.action == "branch":
         return token.branches is None and before.action == "branch"
-    if before.state is not None:
-        return bool(before.state.queued > 0)
-    return token.action in _FORCED and token.action == before.action
+    return before.state is not None and bool(before.state.queued > 0)

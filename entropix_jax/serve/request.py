@@ -240,13 +240,11 @@ def continuation_request(served: ServedModel, body: Completion, row: Row) -> Gen
     """
     own, old, place = body.entropix, row.request, body.entropix.begin
     assert place is not None
-    if body.best_of not in (None, body.n):
-        raise unsupported("best_of")
-    if own.id is not None:
-        raise ApiError("entropix.id cannot be combined with entropix.from", param="entropix")
-    for name, default in (("prompt", []), ("echo", False), ("n", 1)):
-        if getattr(body, name) != default:
-            raise ApiError(f"{name} cannot be combined with entropix.from", param=name)
+    excluded = {"prompt": body.prompt, "n": body.n > 1, "echo": body.echo, "best_of": body.best_of}
+    excluded["entropix.id"] = own.id
+    if names := [name for name, given in excluded.items() if given]:
+        message = f"{names[0]} cannot be combined with entropix.from"
+        raise ApiError(message, param=names[0].partition(".")[0])
     if body.max_tokens == 0:
         raise ApiError("max_tokens must be at least 1", param="max_tokens")
     _check_top(served, body.logprobs, "logprobs")
