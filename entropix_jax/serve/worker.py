@@ -25,10 +25,10 @@ class Update:
     """A snapshot of an `Event`, whose row changes meanwhile. `finish_reason` is set in the row's
     last update, and `outcome` if the row is the chosen one of a search."""
 
-    token: TokenRecord | None
-    pieces: tuple[Piece, ...]
-    retracted: bool
-    finish_reason: str | None
+    token: TokenRecord | None = None
+    pieces: tuple[Piece, ...] = ()
+    retracted: bool = False
+    finish_reason: str | None = None
     error: str | None = None
     outcome: Outcome | None = None
 
@@ -124,7 +124,7 @@ class Worker:
             if ticket in self._queue:
                 self._queue.remove(ticket)
                 self.finished["cancelled"] += 1
-                ticket.tell([Update(None, (), False, "cancelled")])
+                ticket.tell([Update(finish_reason="cancelled")])
             elif id(ticket.job) in self._running:
                 self._cancelled.append(ticket)
 
@@ -173,7 +173,7 @@ class Worker:
 
     def _fail(self) -> None:
         """Ends the running rows with an error. The engine is as before its run."""
-        end = Update(None, (), False, "error", "the engine failed, and started anew")
+        end = Update(finish_reason="error", error="the engine failed, and started anew")
         with self._changed:
             self.failures += 1
             self.finished["error"] += sum(len(one.running) for one in self._running.values())
@@ -253,11 +253,11 @@ class Worker:
         for row in search.rows:  # a kept row does not retain the others, nor do its continuations
             row.request = replace(row.request, tag=search.request.tag)
         row, text = outcome.row, outcome.row.text  # without the stop string that ended it
-        updates = [Update(None, (), False, None)] if not row.log else []
+        updates = [] if row.log else [Update()]
         for token, retracted in row.log:
             new = "" if retracted else text[: len(token.text)]
             text = text[len(new) :]
-            updates.append(Update(token, (Piece(new, token),), retracted, None))
+            updates.append(Update(token, (Piece(new, token),), retracted))
         reason = reason or row.finish_reason
         updates[-1] = replace(updates[-1], finish_reason=reason, error=row.error, outcome=outcome)
         self._updates[ticket] = updates
