@@ -8,7 +8,7 @@ are accepted with a warning.
 
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from entropix_jax.engine.search import MOST_FORKS
@@ -105,8 +105,9 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _without_empty(texts: list[str]) -> list[str]:
-    return [text for text in texts if text]
+def _as_stops(value: Any) -> list[Any]:
+    """A text or a list of texts. Empty ones are ignored."""
+    return [one for one in _as_list(value) if one != ""]
 
 
 def _as_prompts(value: Any) -> list[Any]:
@@ -207,12 +208,7 @@ class Generating(Body):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     n: Integer = Field(1, ge=1, le=_MAX_CHOICES)
-    stop: Annotated[
-        list[str],
-        Field(max_length=_MAX_STOPS),
-        BeforeValidator(_as_list),
-        AfterValidator(_without_empty),
-    ] = []
+    stop: Annotated[list[str], Field(max_length=_MAX_STOPS), BeforeValidator(_as_stops)] = []
     ignore_eos: bool = False
     seed: Seed = None
     max_tokens: Budget = None
