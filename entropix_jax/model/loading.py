@@ -28,7 +28,7 @@ from entropix_jax.model.mesh import Rules, rules_for, weights_bytes
 from entropix_jax.model.params import Params, count_params
 from entropix_jax.model.precision import AUTO, INT8, WEIGHTS, Precision, choose_precision
 from entropix_jax.text.tokenizer import Tokenizer
-from entropix_jax.text.turns import named_turn_ends, turn_end_id
+from entropix_jax.text.turns import TURN_ENDS, stop_ids, turn_end_id
 
 TINY, SMOLLM2 = "tiny", "smollm2"  # names of models
 # The package that holds smollm2, and where.
@@ -79,14 +79,15 @@ class LanguageModel:
         the model's end tokens. A base model may have a template, but does not end texts so."""
         if self.tokenizer.chat_template is None:
             return False
-        ends = named_turn_ends(self.tokenizer) if self.turn_end_id is None else [self.turn_end_id]
+        named = stop_ids(self.tokenizer, TURN_ENDS)
+        ends = named if self.turn_end_id is None else [self.turn_end_id]
         return not {*ends}.isdisjoint(self.eos_ids)
 
     @cached_property
     def turn_end_ids(self) -> tuple[int, ...]:
         """Tokens that end a turn of a chat: the end tokens, the token with which the template ends
         a turn, and control tokens with such a name."""
-        ends = (self.turn_end_id, *named_turn_ends(self.tokenizer))
+        ends = (self.turn_end_id, *stop_ids(self.tokenizer, TURN_ENDS))
         ids = (*self.eos_ids, *(i for i in ends if i is not None))
         return tuple(dict.fromkeys(i for i in ids if i < self.config.vocab_size))
 
@@ -107,7 +108,7 @@ class LanguageModel:
         if not self.is_chat_model:
             found = f"'{name}', which is not one of its end tokens" if name else "no control token"
             told = f"taken for a base model, since {why} {found} (--chat: prompts are chats)"
-        elif end is None or end in named_turn_ends(self.tokenizer):
+        elif end is None or end in stop_ids(self.tokenizer, TURN_ENDS):
             return None
         else:
             found = f"its end token '{name}'"

@@ -1,12 +1,14 @@
 """End tokens of a chat's turns, and stop strings that are control tokens."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from entropix_jax.errors import UserError
 from entropix_jax.text.tokenizer import Tokenizer
 
 # Control tokens that end a turn wherever a vocabulary has them, as in llama.cpp.
-NAMES = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<end_of_utterance>")
+TURN_ENDS = """
+    <|eot_id|> <|im_end|> <|eom_id|> <|end|> <end_of_turn> <end_of_utterance>
+""".split()
 _QUESTION, _ANSWER = "the-question", "the-answer"  # contents that no template changes
 
 
@@ -26,25 +28,14 @@ def turn_end_id(tokenizer: Tokenizer) -> int | None:
         except UserError:  # a template may refuse a chat without a system message or with two turns
             return None
         _, found, after = text.rpartition(_ANSWER)
-        ids = control_ids(tokenizer, tokenizer.encode_within(after)) if found else []
-        if ids:
-            return ids[0]
+        ids = tokenizer.encode_within(after) if found else []
+        if (end := next((i for i in ids if i in tokenizer.special_ids), None)) is not None:
+            return end
     return None
 
 
-def named_turn_ends(tokenizer: Tokenizer) -> list[int]:
-    """Returns the ids of the control tokens in the vocabulary whose name ends a turn."""
-    ids = (tokenizer.token_id(name) for name in NAMES)
-    return control_ids(tokenizer, (i for i in ids if i is not None))
-
-
-def stop_ids(tokenizer: Tokenizer, stops: Sequence[str]) -> list[int]:
+def stop_ids(tokenizer: Tokenizer, stops: Iterable[str]) -> list[int]:
     """Returns the ids of the stop strings that are control tokens: those are not part of a text, so
     only their id can end a row."""
-    ids = (tokenizer.token_id(stop) for stop in stops)
-    return control_ids(tokenizer, (i for i in ids if i is not None))
-
-
-def control_ids(tokenizer: Tokenizer, ids: Iterable[int]) -> list[int]:
-    """Returns the ids of control tokens among `ids`."""
-    return [i for i in ids if i in tokenizer.special_ids]
+    ids = map(tokenizer.token_id, stops)
+    return [i for i in ids if i is not None and i in tokenizer.special_ids]
