@@ -21,39 +21,11 @@ from entropix_jax.errors import UserError
 _TEXT_PARTS = ("text", "input_text", "output_text")  # types of parts; the last two are Responses'
 
 
-def render_chat(
-    template: str,
-    messages: object,
-    *,
-    origin: str,
-    special_tokens: Mapping[str, str],
-    add_generation_prompt: bool,
-    variables: Mapping[str, Any] | None = None,
-) -> str:
-    """Renders a conversation.
-
-    Args:
-        template: Jinja source.
-        messages: see `plain_messages`.
-        origin: the file that the template is from.
-        special_tokens: variables of the template: `bos_token` and the like.
-        add_generation_prompt: the text ends with the start of the assistant's answer.
-        variables: further variables of the template, such as `enable_thinking`.
-
-    Raises:
-        UserError: messages have another shape, or the template is wrong or refuses them.
-    """
-    own = {
-        "messages": plain_messages(messages),
-        "tools": None,
-        "documents": None,
-        "add_generation_prompt": add_generation_prompt,
-        **special_tokens,
-    }
-    if taken := sorted(own.keys() & (variables or {}).keys()):
-        raise UserError(f"the chat template's variable '{taken[0]}' cannot be set")
+def render(template: str, variables: Mapping[str, Any], origin: str) -> str:
+    """Renders a conversation with a template from the file `origin`. UserError if the template is
+    wrong or refuses the messages."""
     try:
-        return _compile(template).render(own | dict(variables or {}))
+        return _compile(template).render(variables)
     except jinja2.TemplateSyntaxError as error:
         raise UserError(f"{origin}: chat template, line {error.lineno}: {error}") from None
     except _MessagesRefused as error:

@@ -224,20 +224,32 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation, see `chat_template.render_chat`."""
+        """Returns the text of a conversation.
+
+        Args:
+            messages: see `chat_template.plain_messages`.
+            add_generation_prompt: the text ends with the start of the assistant's answer.
+            variables: further variables of the template, such as `enable_thinking`.
+
+        Raises:
+            UserError: there is no template, it is wrong, or it refuses the messages.
+        """
         if self.chat_template is None:
             told = "it takes only plain text, no messages and no system message (--no-chat)"
             raise UserError(f"this model's tokenizer has no chat template: {told}")
-        from entropix_jax.text.chat_template import render_chat
+        from entropix_jax.text.chat_template import plain_messages, render
 
-        return render_chat(
-            self.chat_template,
-            messages,
-            origin=self._settings.chat_template_origin,
-            special_tokens=self._settings.special_tokens,
-            add_generation_prompt=add_generation_prompt,
-            variables=variables,
-        )
+        own = {
+            "messages": plain_messages(messages),
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **self._settings.special_tokens,
+        }
+        given = dict(variables or {})
+        if taken := sorted(own.keys() & given.keys()):
+            raise UserError(f"the chat template's variable '{taken[0]}' cannot be set")
+        return render(self.chat_template, own | given, self._settings.chat_template_origin)
 
     def render_begun(
         self, messages: list[dict[str, str]], variables: Mapping[str, Any] | None = None

@@ -19,7 +19,7 @@ from entropix_jax.errors import UserError
 from entropix_jax.host.compile_cache import use_compilation_cache
 from entropix_jax.model.checkpoint import load_params
 from entropix_jax.model.loading import load
-from entropix_jax.text.chat_template import render_chat
+from entropix_jax.text.chat_template import render
 from tests.support.model_folders import config_of_folder
 
 
@@ -112,9 +112,7 @@ def test_templates_are_sandboxed() -> None:
         "{% include '/etc/passwd' %}": "TypeError: no loader",
     }.items():
         with pytest.raises(UserError, match=f"^T: the chat template fails: {error}"):
-            render_chat(
-                template, messages, origin="T", special_tokens={}, add_generation_prompt=True
-            )
+            render(template, {"messages": messages}, "T")
     assert len(messages) == 1
 
 
