@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,17 +13,11 @@ if TYPE_CHECKING:
     import tokenizers
 
 
-@dataclass(frozen=True)
-class AddedToken:
-    """A token that a file next to `tokenizer.json` names; it is matched as a whole."""
-
-    content: str
-    id: int | None  # None: the next one
-    options: Mapping[str, bool]  # of `tokenizers.AddedToken`
-    origin: str  # the file
+# A token, its id (None: the next one), and the file that names it.
+Added = tuple["tokenizers.AddedToken", int | None, Path]
 
 
-def read_added_tokens(folder: Path, raw: Mapping[str, Any]) -> list[AddedToken]:
+def read_added_tokens(folder: Path, raw: Mapping[str, Any]) -> list[Added]:
     """Reads the added tokens that `transformers` takes from the files next to `tokenizer.json`.
 
     Those with an id are in `tokenizer_config.json`, decoded in `raw`, and in `added_tokens.json`;
@@ -45,7 +38,7 @@ def read_added_tokens(folder: Path, raw: Mapping[str, Any]) -> list[AddedToken]:
     for key, token in decoder.items():
         token_id = int(key) if key.isdecimal() else key
         with_id[token_id] = _added_token(token, token_id, {}, config)
-    special = {}
+    special: dict[str, Added] = {}
     for path, values in ((config, raw), (named, read_optional(named))):
         for key, value in values.items():
             if isinstance(value, bool | None):
@@ -54,7 +47,7 @@ def read_added_tokens(folder: Path, raw: Mapping[str, Any]) -> list[AddedToken]:
                 listed = value if isinstance(value, list) else [value]
                 for one in value.values() if isinstance(value, Mapping) else listed:
                     token = _added_token(one, None, {"special": True}, path)
-                    special[f"{key}: {token.content}"] = token
+                    special[f"{key}: {token[0].content}"] = token
             elif key.endswith("_token"):
                 special[key] = _added_token(value, None, {"special": True}, path)
     return [*(with_id[token_id] for token_id in sorted(with_id)), *special.values()]
@@ -67,30 +60,30 @@ def read_optional(path: Path) -> dict[str, Any]:
 
 def _added_token(
     value: Any, token_id: int | None, defaults: Mapping[str, bool], path: Path
-) -> AddedToken:
+) -> Added:
     """An added token from its text or from its object."""
-    content = value.get("content") if isinstance(value, Mapping) else value
+    import tokenizers
+
+    given = value if isinstance(value, Mapping) else {"content": value}
+    content = given.get("content")
     is_id = token_id is None or (isinstance(token_id, int) and not isinstance(token_id, bool))
     if not isinstance(content, str) or not content or not is_id:
         told = f"an added token must be a text with an id: {value!r}, {token_id!r}"
         raise UserError(f"{path}: {told}")
     check_unicode(content, f"{path}: an added token")
-    given = value if isinstance(value, Mapping) else {}
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     options = {**defaults, **{flag: bool(given[flag]) for flag in flags if flag in given}}
-    return AddedToken(content, token_id, options, str(path))
+    return tokenizers.AddedToken(content, **options), token_id, path
 
 
-def add_tokens(tokenizer: tokenizers.Tokenizer, added: Sequence[AddedToken]) -> None:
+def add_tokens(tokenizer: tokenizers.Tokenizer, added: Sequence[Added]) -> None:
     """Adds the tokens that the tokenizer lacks. UserError if one would get another id."""
-    import tokenizers
-
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    for token in added:
+    for token, wanted, path in added:
         if token.content not in known:
             known.add(token.content)
-            tokenizer.add_tokens([tokenizers.AddedToken(token.content, **token.options)])
+            tokenizer.add_tokens([token])
         token_id = tokenizer.token_to_id(token.content)
-        if token.id not in (None, token_id):
-            told = f"has the id {token.id}, but the tokenizer gives it {token_id}"
-            raise UserError(f"{token.origin}: the added token {token.content!r} {told}")
+        if wanted not in (None, token_id):
+            told = f"has the id {wanted}, but the tokenizer gives it {token_id}"
+            raise UserError(f"{path}: the added token {token.content!r} {told}")

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from entropix_jax.errors import UserError, check_unicode
 from entropix_jax.host.files import check_own_code, read_bytes, read_text
-from entropix_jax.text.added_tokens import AddedToken, add_tokens, read_added_tokens, read_optional
+from entropix_jax.text.added_tokens import Added, add_tokens, read_added_tokens, read_optional
 from entropix_jax.text.detokenizer import BYTE_SYMBOLS, StreamDecoder, choose_token_bytes, rule_of
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Settings:
     add_bos: bool | None  # whether a text starts with that token; None: not said
     chat_template: str | None  # Jinja source
     chat_template_origin: str  # the file that it is from
-    added: Sequence[AddedToken] = ()  # by id, those without one last
+    added: Sequence[Added] = ()  # by id, those without one last
 
 
 def read_settings(raw: Mapping[str, Any], path: Path) -> Settings:
