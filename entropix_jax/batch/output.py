@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
 from fsspec import AbstractFileSystem
 
@@ -45,14 +45,6 @@ def part_address(address: str, index: int, count: int) -> str:
     """The output of process `index` of `count`: `out.part-00001-of-00004.jsonl`."""
     suffix = PurePosixPath(address).suffix
     return f"{address.removesuffix(suffix)}.part-{index:05}-of-{count:05}{suffix}"
-
-
-class _Line(NamedTuple):
-    """A result in an output. `raw` includes the line break."""
-
-    key: Key
-    digest: str
-    raw: bytes
 
 
 class Store:
@@ -101,11 +93,11 @@ class Store:
         old = read_identity(self.address)
         self._version = self._find_version()
         if not self._is_new:
-            for line in _read_results(self.address):
-                self._done[line.key] = line.digest
-                self._end += len(line.raw)
+            for key, digest, raw in _read_results(self.address):
+                self._done[key] = digest
+                self._end += len(raw)
                 if not self._is_local:
-                    self._append(line.raw)
+                    self._append(raw)
             self._uploaded = self._fs.size(self._path)
             if old is None and self._uploaded and not self._done:
                 raise UserError(f"{self.address}: holds no results; choose another output")
@@ -269,9 +261,9 @@ def _key(line: int, record_id: str | None, digest: str) -> Key:
     return (line, digest) if record_id is None else record_id
 
 
-def _read_results(address: str) -> Iterator[_Line]:
-    """Reads the results in an output, without a torn last line. UserError if it cannot be read, or
-    another line is not a result."""
+def _read_results(address: str) -> Iterator[tuple[Key, str, bytes]]:
+    """Yields the key, digest and line of each result in an output, without a torn last line.
+    UserError if it cannot be read, or another line is not a result."""
     with open_file(address) as file:
         lines = read_lines(address, file)
         for number, raw in enumerate(lines, start=1):
@@ -281,7 +273,7 @@ def _read_results(address: str) -> Iterator[_Line]:
                 value = None
             match value:
                 case {"id": str() | None as own, "line": int(line), "digest": str(digest)}:
-                    yield _Line(_key(line, own, digest), digest, raw)
+                    yield _key(line, own, digest), digest, raw
                 case None if next(lines, None) is None:
                     return
                 case _:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from entropix_jax.errors import UserError
 from entropix_jax.host.files import opening
@@ -52,13 +52,6 @@ _ROW = {
 _FOOTER = {"rows": [_ROW], "timings": {...: float}}
 
 
-class Line(NamedTuple):
-    """One complete line: its bytes with the line break, and the parsed object."""
-
-    raw: bytes
-    record: dict[str, Any]
-
-
 @dataclass
 class TraceReader:
     """Iterates over the lines of a trace without keeping them.
@@ -78,9 +71,9 @@ class TraceReader:
     _next: dict[int, int] = field(default_factory=dict)  # each row's next position
     _farthest: dict[int, int] = field(default_factory=dict)  # that of a token that was retracted
 
-    def __iter__(self) -> Iterator[Line]:
-        """Yields the complete lines in order. UserError, which names the file and the line, if this
-        is no trace, or a damaged one."""
+    def __iter__(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
+        """Yields the bytes and the parsed object of each complete line. UserError, which names the
+        file and the line, if this is no trace, or a damaged one."""
         with opening(self.path) as file:
             while raw := file.readline(LONGEST_LINE):
                 self._number += 1
@@ -90,7 +83,7 @@ class TraceReader:
                 if record is None:
                     break
                 self._check(record)
-                yield Line(raw, record)
+                yield raw, record
         if not self._number:
             raise UserError(f"{self.path}: empty: not a trace")
         if not self.header:

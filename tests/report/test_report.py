@@ -53,7 +53,7 @@ def test_a_complete_trace(whole: Path) -> None:
     assert [found.header, *found.tokens, found.footer] == written
     assert not found.torn
     reader = TraceReader(whole)
-    assert b"".join(line.raw for line in reader) == whole.read_bytes()
+    assert b"".join(raw for raw, _ in reader) == whole.read_bytes()
     assert (reader.tokens, reader.retracted) == ({0: 12}, {0: 1})
 
 

@@ -23,7 +23,7 @@ class Trace:
 
 def load_trace(path: Path) -> Trace:
     reader = TraceReader(path)
-    records = [line.record for line in reader]
+    records = [record for _, record in reader]
     tokens = [record for record in records if record["type"] in ("token", "retracted")]
     return Trace(reader.header, tokens, reader.footer, reader.torn)
 
