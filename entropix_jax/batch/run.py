@@ -21,10 +21,10 @@ from entropix_jax.engine.preparation import (
     check_recording,
     encode_prompt,
 )
-from entropix_jax.engine.results import Request, Row
+from entropix_jax.engine.results import Request, Row, Rows
 from entropix_jax.engine.slots import padded_ids
 from entropix_jax.engine.state import Recording
-from entropix_jax.engine.trace import TraceWriter, footer, header
+from entropix_jax.engine.trace import header
 from entropix_jax.errors import UserError
 from entropix_jax.host.files import replacing
 from entropix_jax.model.loading import LanguageModel
@@ -205,15 +205,10 @@ class BatchRun:
 
     def _write_trace(self, path: Path, row: Row, timings: Mapping[str, float]) -> None:
         """Writes the trace of a record atomically."""
-        request = row.request
-        about = header(
-            self._model, request.sampler, request.prompt, seed=request.seed, name=self._name
-        )
-        with replacing(path) as scratch, TraceWriter(scratch) as writer:
-            writer.write(about)
-            for token, retracted in row.log:
-                writer.write(token.to_json(retracted=retracted))
-            writer.write(footer([{"row": 0, **row.to_json()}], timings))
+        own = row.request
+        about = header(self._model, own.sampler, own.prompt, seed=own.seed, name=self._name)
+        with replacing(path) as scratch:
+            Rows([row], about, timings).save_trace(scratch)
 
 
 def count_records(address: str, share: tuple[int, int] = (0, 1)) -> int | None:
