@@ -107,17 +107,17 @@ def trace(args: argparse.Namespace, program: str, batch: int, devices: Any) -> A
     from entropix_jax.engine.prompts import TOGETHER, may_join
     from entropix_jax.engine.slots import Layout, empty_slots, lanes_for
     from entropix_jax.engine.state import Program
-    from entropix_jax.model.mesh import DATA, parse_mesh, rules_for
+    from entropix_jax.model.mesh import DATA, param_shardings, parse_mesh, row_shardings
     from entropix_jax.model.params import param_specs
     from entropix_jax.model.precision import choose_precision
     from entropix_jax.sampler.calibration import generic_calibration
     from entropix_jax.sampler.presets import load_sampler
 
-    rules = None
+    mesh = None
     whole: jax.sharding.Sharding = SingleDeviceSharding(devices[0])
     if args.mesh is not None:
-        rules = rules_for(parse_mesh(args.mesh, devices), CONFIG)
-        whole = NamedSharding(rules.mesh, PartitionSpec())
+        mesh = parse_mesh(args.mesh, devices)
+        whole = NamedSharding(mesh, PartitionSpec())
 
     def placed(tree: Any, shardings: Any) -> Any:
         if shardings is None:
@@ -143,7 +143,7 @@ def trace(args: argparse.Namespace, program: str, batch: int, devices: Any) -> A
         token_texts=list,
         vocab_size=CONFIG.vocab_size,
     )
-    shards = 1 if rules is None else rules.mesh.shape[DATA]
+    shards = 1 if mesh is None else mesh.shape[DATA]
     needed = lanes_for(CalibratedSampler(sampler, settings, calibration))
     lanes = shared_lanes(batch // shards, needed) if needed else 0
     state = jax.eval_shape(
@@ -156,8 +156,8 @@ def trace(args: argparse.Namespace, program: str, batch: int, devices: Any) -> A
             dtype=precision.activations,
         )
     )
-    params = placed(params, None if rules is None else rules.params(CONFIG))
-    state = placed(state, None if rules is None else rules.rows(state))
+    params = placed(params, None if mesh is None else param_shardings(mesh, CONFIG))
+    state = placed(state, None if mesh is None else row_shardings(mesh, state))
     if program == PREFILL:
         together = batch >= TOGETHER and may_join(args.prompt, args.prompt)
         rows = TOGETHER if together else 1

@@ -109,9 +109,8 @@ class Engine:
             UserError: slots that cannot be split evenly over the model's mesh, or that do not fit
                 into memory.
         """
-        mesh = None if model.rules is None else model.rules.mesh
-        if mesh is not None:
-            check_mesh(mesh, model.config, slots)
+        if model.mesh is not None:
+            check_mesh(model.mesh, model.config, slots)
         self.steps = 0
         self.useful = 0
         self._model = model
@@ -120,7 +119,7 @@ class Engine:
         self._look = look
         self._widest = widest
         self._keep = keep
-        self._programs = Programs() if background and model.rules is None else None
+        self._programs = Programs() if background and model.mesh is None else None
         self._failed: dict[RunningRow, str] = {}  # errors of rows whose programs failed to compile
         self._parts = Parts(())  # what the decode steps are made of
         self._reading: list[int] = []  # slots whose texts are read part by part
@@ -140,7 +139,7 @@ class Engine:
         self._compiling: Thread | None = None  # the program with lanes
         self._stopping = False
         self._kept: tuple[DecodeState, list[RunningRow | None]] | None = None  # of the run before
-        self._layout = Layout(slots, 0, 1 if mesh is None else mesh.shape[DATA])
+        self._layout = Layout(slots, 0, 1 if model.mesh is None else model.mesh.shape[DATA])
         self._check_cache(self._shared_lanes(MAX_WIDTH - 1) if widest else 0)
 
     @property
@@ -279,7 +278,7 @@ class Engine:
             mechanisms=sampler.mechanisms,
             capacity=self._capacity,
             dtype=self._model.precision.activations,
-            rules=self._model.rules,
+            mesh=self._model.mesh,
         )
 
     def _run(self, between: Callable[[], None]) -> Iterator[Event]:
@@ -416,7 +415,7 @@ class Engine:
             self._model.precision,
             slots=self._layout.slots + self._layout.shards * lanes,
             capacity=self._capacity,
-            mesh=None if self._model.rules is None else self._model.rules.mesh,
+            mesh=self._model.mesh,
         )
 
     def _arrival(self, row: RunningRow, cached: int) -> Arrival:
@@ -454,7 +453,7 @@ class Engine:
                 decode_for_backend().lower(*arguments, **static | {"program": lanes_too}).compile()
 
         # Compiled already; on a mesh the layouts of the arguments are not known yet.
-        if self.steps or self._model.rules is not None or self._programs is not None:
+        if self.steps or self._model.mesh is not None or self._programs is not None:
             yield
             return
         arguments, static = self._decode_arguments(self._state)

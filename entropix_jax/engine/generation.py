@@ -102,9 +102,8 @@ class Generation:
 
 def _count_slots(model: LanguageModel, rows: int, capacity: int) -> int:
     """Returns the number of rows in parallel: all, up to 64, as far as memory allows."""
-    mesh = None if model.rules is None else model.rules.mesh
-    if mesh is not None:
+    if model.mesh is not None:
         return rows
     slots = min(rows, _MOST_SLOTS)
-    fitting = most_slots(model.config, model.precision, slots=slots, capacity=capacity, mesh=mesh)
+    fitting = most_slots(model.config, model.precision, slots=slots, capacity=capacity, mesh=None)
     return max(fitting, 1)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import Mesh
 
 from entropix_jax.engine.preparation import CalibratedSampler
 from entropix_jax.engine.state import RUNNING, STOPPED, DecodeState, init_state
@@ -17,11 +18,11 @@ from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.finite import NOWHERE
 from entropix_jax.model.mesh import (
     ROWS,
-    Rules,
     broadcast_row,
     in_shard,
     local_index,
     place,
+    row_shardings,
     split_rows,
 )
 from entropix_jax.model.write import copy_runs
@@ -84,9 +85,9 @@ def empty_slots(
     mechanisms: tuple[Mechanism, ...],
     capacity: int,
     dtype: jnp.dtype,
-    rules: Rules | None = None,
+    mesh: Mesh | None = None,
 ) -> DecodeState:
-    """Slots without rows, sharded by `rules`; `settings` are any one row's, for their shapes."""
+    """Slots without rows, sharded over `mesh`; `settings` are any one row's, for their shapes."""
     number = layout.slots
     state = init_state(
         config,
@@ -101,7 +102,7 @@ def empty_slots(
         lanes=layout.lanes,
         shards=layout.shards,
     )
-    return state if rules is None else place(state, rules.rows(state))
+    return state if mesh is None else place(state, row_shardings(mesh, state))
 
 
 def emptied(state: DecodeState) -> DecodeState:

@@ -24,7 +24,7 @@ from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.config_file import CONFIG_FILE
 from entropix_jax.model.gguf import SUFFIX, open_gguf
 from entropix_jax.model.hub import HUB_ID, snapshot
-from entropix_jax.model.mesh import Rules, rules_for, weights_bytes
+from entropix_jax.model.mesh import param_shardings, weights_bytes
 from entropix_jax.model.params import Params, count_params
 from entropix_jax.model.precision import AUTO, INT8, WEIGHTS, Precision, choose_precision
 from entropix_jax.text.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ class LanguageModel:
     params: Params
     precision: Precision
     tokenizer: Tokenizer
-    rules: Rules | None = None  # where it lies on a mesh; None: on the default device
+    mesh: Mesh | None = None  # of several devices; None: on the default device
 
     def __repr__(self) -> str:
         number, weights = count_params(self.config), self.precision.weights
@@ -168,12 +168,12 @@ def load(
         sizes = f"{as_size(needed)} of {as_size(free)}"
         smaller = "" if weights == INT8 else "; --weights int8 takes less"
         raise UserError(f"{folder}: its weights do not fit into memory: {sizes}{smaller}")
-    rules = None if mesh is None or mesh.size == 1 else rules_for(mesh, config)
-    shardings = None if rules is None else rules.params(config)
+    mesh = None if mesh is None or mesh.size == 1 else mesh
+    shardings = None if mesh is None else param_shardings(mesh, config)
     params = read_params(
         files.tensors, config, weights, shardings, check=check, rounds=dtypes.rounds
     )
-    loaded = LanguageModel(folder, config, eos_ids, params, dtypes, tokenizer, rules)
+    loaded = LanguageModel(folder, config, eos_ids, params, dtypes, tokenizer, mesh)
     if (about_turns := loaded.turn_note()) is not None:
         warnings.warn(about_turns, Note, stacklevel=2)
     return loaded

@@ -1,7 +1,7 @@
 """Data and tensor parallelism on one mesh with the axes `data` and `model`.
 
 Rows of a batch are sharded over `data`; heads, MLP and vocabulary over `model`. Parameters, cache
-and decode state name their logical axes, and `Rules` maps those names to mesh axes.
+and decode state name their logical axes, and `_RULES` maps those names to mesh axes.
 
 `split_rows` wraps a batch function in `shard_map` over `data`, so rows of different shards
 communicate only where the function asks for it; XLA partitions the matrix products over `model`
@@ -13,7 +13,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -41,28 +41,6 @@ ONCE: Any = P()  # replicated
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 _Tree = TypeVar("_Tree")
-
-
-@dataclass(frozen=True)
-class Rules:
-    """How a model's arrays are sharded on a mesh."""
-
-    mesh: Mesh
-    split: Mapping[str, str]  # as `_RULES`
-
-    def sharding(self, axes: Sequence[str]) -> NamedSharding:
-        """The sharding of an array with these logical axes."""
-        return NamedSharding(self.mesh, _spec(self.mesh, self.split, axes))
-
-    def params(self, config: ModelConfig) -> Params:
-        """The sharding of each weight: a tree of `NamedSharding`s."""
-        shardings: Params = jax.tree.map(lambda spec: self.sharding(spec.axes), param_specs(config))
-        return shardings
-
-    def rows(self, tree: _Tree) -> _Tree:
-        """The sharding of each leaf [B, ...] of a tree; a `KVCache` inside it has its own axes."""
-        shardings: _Tree = _by_row(tree, self.sharding(["batch"]), self.sharding(CACHE_AXES))
-        return shardings
 
 
 def parse_mesh(text: str | None, devices: Sequence[jax.Device]) -> Mesh:
@@ -99,20 +77,27 @@ def check_mesh(mesh: Mesh, config: ModelConfig, slots: int = 0) -> None:
             raise UserError(f"mesh {sizes}: {problem}")
 
 
-def rules_for(mesh: Mesh, config: ModelConfig) -> Rules:
-    """Returns the sharding rules of a model that `check_mesh` accepts.
-
-    A vocabulary that `model` does not divide is replicated.
-    """
+def param_shardings(mesh: Mesh, config: ModelConfig) -> Params:
+    """Returns the sharding of each weight of a model: a tree of `NamedSharding`s. A vocabulary that
+    `model` does not divide is replicated. UserError if `check_mesh` rejects the mesh."""
     check_mesh(mesh, config)
     whole = {"vocab"} if config.vocab_size % mesh.shape[MODEL] else set()
-    return Rules(mesh, {axis: over for axis, over in _RULES.items() if axis not in whole})
+    rules = {axis: over for axis, over in _RULES.items() if axis not in whole}
+    specs = param_specs(config)
+    shardings: Params = jax.tree.map(lambda spec: _sharding(mesh, spec.axes, rules), specs)
+    return shardings
+
+
+def row_shardings(mesh: Mesh, tree: _Tree) -> _Tree:
+    """Returns the sharding of each leaf [B, ...] of a tree. A `KVCache` in it has its own axes."""
+    shardings: _Tree = _by_row(tree, _sharding(mesh, ["batch"]), _sharding(mesh, CACHE_AXES))
+    return shardings
 
 
 def weights_bytes(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh | None = None) -> int:
     """Returns the bytes of a model's weights per device of a mesh, or on a single device."""
     whole: Any = AbstractMesh((1, 1), (DATA, MODEL))
-    shardings = jax.tree.leaves(rules_for(mesh or whole, config).params(config))
+    shardings = jax.tree.leaves(param_shardings(mesh or whole, config))
     specs = jax.tree.leaves(param_specs(config))
     parts = (s.shard_shape(spec.shape) for s, spec in zip(shardings, specs, strict=True))
     return sum(map(math.prod, parts)) * dtype.itemsize
@@ -215,13 +200,15 @@ def apply_if_any(mask: jax.Array, work: Callable[[_Tree], _Tree], value: _Tree) 
     return out
 
 
-def _spec(mesh: Mesh | AbstractMesh, split: Mapping[str, str], axes: Sequence[str]) -> P:
-    """The canonical spec, as XLA returns it: no mesh axes of size 1, no trailing None. Two
-    spellings of one sharding would compile a program twice."""
-    over = [axis if mesh.shape.get(axis, 1) > 1 else None for axis in map(split.get, axes)]
+def _sharding(
+    mesh: Mesh | AbstractMesh, axes: Sequence[str], rules: Mapping[str, str] = _RULES
+) -> NamedSharding:
+    """The sharding of an array with these logical axes. Its spec is canonical, as XLA returns it:
+    no mesh axes of size 1, no trailing None. Two spellings would compile a program twice."""
+    over = [axis if mesh.shape.get(axis, 1) > 1 else None for axis in map(rules.get, axes)]
     while over and over[-1] is None:
         over.pop()
-    return P(*over)
+    return NamedSharding(mesh, P(*over))
 
 
 def _by_row(tree: Any, row: Any, cache: Any) -> Any:
@@ -236,9 +223,8 @@ def _by_row(tree: Any, row: Any, cache: Any) -> Any:
 
 def _keep(mesh: AbstractMesh, spec: P, tree: Any) -> Any:
     """Constrains outputs to the rules' shardings: buffers that the next call donates keep them."""
-    cache = NamedSharding(mesh, _spec(mesh, _RULES, CACHE_AXES))
-    rows = spec if mesh.shape[DATA] > 1 else P()
-    shardings = _by_row(tree, NamedSharding(mesh, rows), cache)
+    rows = NamedSharding(mesh, spec if mesh.shape[DATA] > 1 else P())
+    shardings = _by_row(tree, rows, _sharding(mesh, CACHE_AXES))
     return lax.with_sharding_constraint(tree, shardings)
 
 

@@ -23,7 +23,7 @@ from entropix_jax.engine.state import Recording
 from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
-from entropix_jax.model.mesh import place, rules_for
+from entropix_jax.model.mesh import param_shardings, place, row_shardings
 from entropix_jax.names import BOXES
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.presets import load_sampler
@@ -480,8 +480,9 @@ def test_a_trace_of_moved_rows(tiny: LanguageModel, tmp_path: Any) -> None:
 
 def test_rows_move_between_devices(tiny: LanguageModel) -> None:
     """Forks of a row in the first shard are on the second one, too."""
-    rules = rules_for(two("data=2"), tiny.config)
-    model = replace(tiny, params=place(tiny.params, rules.params(tiny.config)), rules=rules)
+    mesh = two("data=2")
+    params = place(tiny.params, param_shardings(mesh, tiny.config))
+    model = replace(tiny, params=params, mesh=mesh)
     forks: list[Row] = []
 
     def look(engine: Engine, event: Event) -> None:
@@ -503,7 +504,7 @@ def test_devices_exchange_one_row_of_the_cache() -> None:
     config, layout, capacity = tiny_config(), Layout(SLOTS, 2, 2), 8
     where: Any = {"mechanisms": MECHANISMS, "capacity": capacity, "dtype": jnp.dtype("float32")}
     state = empty_slots(config, layout, params_of("top-p"), **where)
-    state = place(state, rules_for(two("data=2"), config).rows(state))
+    state = place(state, row_shardings(two("data=2"), state))
     jitted: Any = share_prefix
     text = jitted.lower(state, *map(jnp.int32, (0, 3, 5))).compile().as_text()
     row = 2 * config.num_layers * config.num_kv_heads * capacity * config.head_dim

@@ -18,7 +18,7 @@ from entropix_jax.host import memory as free_memory
 from entropix_jax.model import loading
 from entropix_jax.model.cache import init_cache
 from entropix_jax.model.loading import LanguageModel, load
-from entropix_jax.model.mesh import parse_mesh, place, rules_for, weights_bytes
+from entropix_jax.model.mesh import param_shardings, parse_mesh, place, row_shardings, weights_bytes
 from entropix_jax.model.precision import choose_precision
 from tests.support.model_folders import config_of_folder
 from tests.support.models import random_params, tiny_config
@@ -37,10 +37,9 @@ def test_the_plan_is_what_the_arrays_hold(mesh: str | None, vocabulary: int) -> 
     """Also where a vocabulary that does not divide, and norms, are replicated."""
     config, precision = tiny_config(vocab_size=vocabulary), choose_precision("float32", "cpu")
     devices = parse_mesh(mesh, jax.devices()[: 1 if mesh is None else 2])
-    rules = rules_for(devices, config)
-    weights = place(random_params(config), rules.params(config))
+    weights = place(random_params(config), param_shardings(devices, config))
     cache = init_cache(config, 8, 64, precision.activations)
-    cache = place(cache, rules.rows(cache))
+    cache = place(cache, row_shardings(devices, cache))
 
     def held(tree: Any) -> int:
         return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))

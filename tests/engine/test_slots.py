@@ -21,7 +21,7 @@ from entropix_jax.engine.slots import (
 )
 from entropix_jax.engine.state import RUNNING, STOPPED, DecodeState
 from entropix_jax.model.finite import NOWHERE
-from entropix_jax.model.mesh import place, rules_for
+from entropix_jax.model.mesh import place, row_shardings
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.state import init_sampler_state
 from tests.support.meshes import two
@@ -60,7 +60,7 @@ def full(mesh: str | None) -> DecodeState:
         branch=jnp.asarray(np.where(forked, in_shard > 0, -1).astype(np.int32)),
     )
     state = replace(state, fork=fork)
-    return state if mesh is None else place(state, rules_for(two(mesh), CONFIG).rows(state))
+    return state if mesh is None else place(state, row_shardings(two(mesh), state))
 
 
 def arrival(preset: str = LITERAL, cached: int = 0) -> Arrival:

@@ -21,13 +21,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
 
 from entropix_jax.model.cache import KVCache, init_cache
 from entropix_jax.model.checkpoint import load_params, open_folder, read_params, save_params
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.config_file import MODEL_TYPES, load_model_config
-from entropix_jax.model.mesh import Rules, parse_mesh, place, rules_for
+from entropix_jax.model.mesh import param_shardings, parse_mesh, place, row_shardings
 from entropix_jax.model.params import Params
 from entropix_jax.stats import AttnStats
 from tests.support import reference
@@ -135,11 +136,11 @@ def tokens() -> np.ndarray:
 
 
 def prefilled(
-    params: Params, config: ModelConfig, tokens: np.ndarray, rules: Rules | None = None
+    params: Params, config: ModelConfig, tokens: np.ndarray, mesh: Mesh | None = None
 ) -> tuple[np.ndarray, AttnStats, KVCache]:
     """Both prompts in one call: logits [2, PROMPT, V], and the rest of `forward`'s."""
     cache = init_cache(config, 2, CONTEXT, jnp.dtype(jnp.float32))
-    cache = cache if rules is None else place(cache, rules.rows(cache))
+    cache = cache if mesh is None else place(cache, row_shardings(mesh, cache))
     prompt, count = jnp.asarray(tokens[:, :PROMPT]), jnp.asarray(COUNTS)
     hidden, stats, cache = run(params, config, prompt, count, cache, window=CONTEXT)
     return np.asarray(logits_of(params, hidden)), stats, cache
@@ -205,8 +206,8 @@ def test_steps(made: Maker, tokens: np.ndarray, family: str, tied: bool) -> None
 def test_two_devices(made: Maker, tokens: np.ndarray, family: str, tied: bool) -> None:
     """Heads, their biases, the MLP and the vocabulary in two parts each."""
     model = made(family, tied)
-    rules = rules_for(parse_mesh("model=2", jax.devices()[:2]), model.config)
-    shardings = rules.params(model.config)
+    mesh = parse_mesh("model=2", jax.devices()[:2])
+    shardings = param_shardings(mesh, model.config)
     params = load_params(model.folder, model.config, "float32", shardings=shardings)
     layer = params.layers[0]
     if family == "qwen2":
@@ -214,7 +215,7 @@ def test_two_devices(made: Maker, tokens: np.ndarray, family: str, tied: bool) -
         assert layer.key_bias.addressable_shards[1].data.shape == (8,)
     if family == "qwen3":
         assert layer.query_norm.addressable_shards[1].data.shape == (12,)
-    spread, stats, _ = prefilled(params, model.config, tokens, rules)
+    spread, stats, _ = prefilled(params, model.config, tokens, mesh)
     one, plain, _ = prefilled(model.params, model.config, tokens)
     for row, count in enumerate(COUNTS):
         close(spread[row, :count], one[row, :count])

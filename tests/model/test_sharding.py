@@ -1,4 +1,4 @@
-"""Many devices: meshes and rules, and that rows on eight devices come out as on one."""
+"""Many devices: meshes and shardings, and that rows on eight devices come out as on one."""
 
 import os
 import pickle
@@ -17,7 +17,7 @@ from entropix_jax.engine.state import RUNNING
 from entropix_jax.errors import UserError
 from entropix_jax.model.cache import init_cache
 from entropix_jax.model.loading import LanguageModel, load
-from entropix_jax.model.mesh import check_mesh, parse_mesh, place, rules_for
+from entropix_jax.model.mesh import check_mesh, param_shardings, parse_mesh, place, row_shardings
 from tests.support.eight_devices import BATCH, CAPACITY, CONFIG, MESHES, Outcome
 from tests.support.meshes import Collective, collectives_of, two
 from tests.support.models import logits_of, run, tiny_config
@@ -48,7 +48,7 @@ def tiny() -> LanguageModel:
     return load("tiny")
 
 
-# Meshes and rules.
+# Meshes and shardings.
 
 
 def test_a_mesh_is_read() -> None:
@@ -89,8 +89,7 @@ def test_what_cannot_be_split_is_refused(
 def test_weights_are_loaded_onto_their_devices(tiny: LanguageModel) -> None:
     """A vocabulary that cannot be split, as this one, leaves its matrices whole, and only them."""
     spread = load("tiny", mesh=two("model=2"))
-    assert spread.rules is not None
-    wanted = jax.tree.leaves(spread.rules.params(tiny.config))
+    wanted = jax.tree.leaves(param_shardings(two("model=2"), tiny.config))
     leaves = (jax.tree.leaves(model.params) for model in (tiny, spread))
     for one, other, sharding in zip(*leaves, wanted, strict=True):
         assert other.sharding == sharding
@@ -101,11 +100,11 @@ def test_weights_are_loaded_onto_their_devices(tiny: LanguageModel) -> None:
     assert {layer.output, layer.down} == {P(None, "model")}
     assert {layer.attention_norm, layer.mlp_norm, specs.final_norm, specs.embedding} == {P()}
     even = tiny_config(vocab_size=64)
-    assert rules_for(two("model=2"), even).params(even).embedding.spec == P("model")
-    assert rules_for(two("data=2"), even).params(even).embedding.spec == P()
+    assert param_shardings(two("model=2"), even).embedding.spec == P("model")
+    assert param_shardings(two("data=2"), even).embedding.spec == P()
     narrow = load("tiny", dtype="bfloat16", mesh=two("model=2")).params.layers[0].gate
     np.testing.assert_array_equal(narrow, tiny.params.layers[0].gate.astype(jnp.bfloat16))
-    assert load("tiny", mesh=parse_mesh(None, jax.devices()[:1])).rules is None
+    assert load("tiny", mesh=parse_mesh(None, jax.devices()[:1])).mesh is None
 
 
 @pytest.mark.parametrize("mesh", ["data=2", "model=2"])
@@ -118,8 +117,8 @@ def test_the_embedded_model_s_logits(mesh: str, weights: str, length: int) -> No
 
     def logits(model: LanguageModel) -> np.ndarray:
         cache = init_cache(model.config, 2, length, jnp.dtype(jnp.float32))
-        if model.rules is not None:
-            cache = place(cache, model.rules.rows(cache))
+        if model.mesh is not None:
+            cache = place(cache, row_shardings(model.mesh, cache))
         hidden, _, _ = run(model.params, model.config, tokens, count, cache, window=length)
         return np.asarray(logits_of(model.params, hidden))
 

@@ -26,7 +26,7 @@ from entropix_jax.engine.state import (
     StepRecord,
     init_state,
 )
-from entropix_jax.model.mesh import parse_mesh, place, rules_for
+from entropix_jax.model.mesh import param_shardings, parse_mesh, place, row_shardings
 from entropix_jax.model.params import Params
 from entropix_jax.sampler.draw import row_key
 from entropix_jax.sampler.mechanisms import MECHANISMS
@@ -86,16 +86,16 @@ def rows(shards: int) -> tuple[Params, DecodeState]:
 class Job:
     """The rows on one mesh, or on one device."""
 
-    def __init__(self, mesh: str | None) -> None:
-        rules = mesh and rules_for(parse_mesh(mesh, jax.devices()), CONFIG)
-        shards = rules.mesh.shape["data"] if rules else 1
+    def __init__(self, text: str | None) -> None:
+        mesh = text and parse_mesh(text, jax.devices())
+        shards = mesh.shape["data"] if mesh else 1
         self.places = Layout(BATCH, LANES, shards)
         self.params, self.state = rows(shards)
         self.history = self.state.history[self.places.numbers]
         self.counts = self.state.prompt_length[self.places.numbers] - 1
-        if rules:
-            self.params = place(self.params, rules.params(CONFIG))
-            self.state = place(self.state, rules.rows(self.state))
+        if mesh:
+            self.params = place(self.params, param_shardings(mesh, CONFIG))
+            self.state = place(self.state, row_shardings(mesh, self.state))
         else:
             self.params, self.state = jax.device_put((self.params, self.state))
         self.layout = layout(self.state)
