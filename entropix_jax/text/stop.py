@@ -18,10 +18,6 @@ class StopFilter(Generic[Tag]):
         """Takes a piece and yields the pieces that no stop string can contain any more."""
         if self.stopped:
             return
-        if not self._stops:  # nothing is ever held
-            if text:
-                yield text, tag
-            return
         self._held.append((text, tag))
         held = "".join(piece for piece, _ in self._held)
         found = [at for stop in self._stops if (at := held.find(stop)) >= 0]
