@@ -21,7 +21,7 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 
-from entropix_jax.batch.records import BadRecord, Record, describe_record
+from entropix_jax.batch.records import BadRecord, Record
 from entropix_jax.batch.storage import (
     is_compressed,
     is_local,
@@ -122,8 +122,9 @@ class Store:
         another content."""
         digest = self._done.get(_key(record.line, record.id, record.digest))
         if digest not in (None, record.digest):
+            own_id = "" if record.id is None else f" (id {record.id!r})"
             raise UserError(
-                f"{self.address}: {describe_record(record)} has a result of another record, so the"
+                f"{self.address}: line {record.line}{own_id} has a result of another record, so the"
                 " input is another one: choose another output"
             )
         return digest is not None

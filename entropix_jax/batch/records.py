@@ -59,11 +59,6 @@ def content_hash(data: bytes) -> str:
     return blake2b(data, digest_size=16).hexdigest()[:15]
 
 
-def describe_record(record: Record | BadRecord) -> str:
-    """A record's line and id, for error messages."""
-    return f"line {record.line}" + ("" if record.id is None else f" (id {record.id!r})")
-
-
 def read_records(
     address: str, *, share: tuple[int, int] = (0, 1)
 ) -> Generator[Record | BadRecord, None, None]:
