@@ -113,8 +113,7 @@ def encode_prompt(
         what = "a system message" if isinstance(prompt, str) else "a conversation"
         raise UserError(f"{what} needs a chat (--chat)")
     if not chat:
-        encode = model.tokenizer.encode_plain if escape_special else model.tokenizer.encode
-        return encode(str(prompt), add_bos=True)
+        return model.tokenizer.encode(str(prompt), add_bos=True, escape=escape_special)
     messages: Any = prompt  # whatever a file of messages holds: `apply_chat` checks it
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]

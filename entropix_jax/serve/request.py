@@ -6,7 +6,7 @@ import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from entropix_jax.engine.preparation import CalibratedSampler, calibrate_sampler, describe_token
@@ -221,10 +221,10 @@ def completion_request(served: ServedModel, body: Completion) -> GenerationReque
     if budget == 0 and not body.echo:
         raise ApiError("max_tokens: 0 requires echo", param="max_tokens")
     tokenizer, prompts = served.model.tokenizer, []
-    encode = tokenizer.encode_plain if body.entropix.escape_special else tokenizer.encode
+    encode = partial(tokenizer.encode, add_bos=True, escape=bool(body.entropix.escape_special))
     for given in body.prompt:
         is_text = isinstance(given, str)
-        tokens = encode(given, add_bos=True) if is_text else given
+        tokens = encode(given) if is_text else given
         _check_prompt(served, tokens, budget)
         text = given if is_text else tokenizer.decode(tokens, skip_special=False)
         prompts.append(Prompt(tokens, text))

@@ -159,10 +159,11 @@ class Tokenizer:
         """The id of the token that the checkpoint names so ("bos_token", "eos_token", ...)."""
         return self.token_id(self._settings.special_tokens.get(name, ""))
 
-    def encode(self, text: str, *, add_bos: bool) -> list[int]:
-        """The ids of a text. With `add_bos` they start with `bos_id`, if there is one, once.
-        UserError if the text has surrogates, which stand for bytes that were not UTF-8."""
-        ids = self._encode(self._tokenizer, text)
+    def encode(self, text: str, *, add_bos: bool, escape: bool = False) -> list[int]:
+        """Returns the ids of a text. With `add_bos` they start with one `bos_id`, if there is one.
+        With `escape` control tokens in the text are ordinary text. UserError if the text has
+        surrogates, which stand for bytes that were not UTF-8."""
+        ids = self._encode(self._plain if escape else self._tokenizer, text)
         return self._after_bos(ids) if add_bos else ids
 
     def _after_bos(self, ids: list[int]) -> list[int]:
@@ -301,11 +302,6 @@ class Tokenizer:
         if plain == given:
             return self.encode(text, add_bos=True)
         return self._encode_marked(text, mark)
-
-    def encode_plain(self, text: str, *, add_bos: bool) -> list[int]:
-        """The ids of a text whose control tokens are ordinary text."""
-        ids = self._encode(self._plain, text)
-        return self._after_bos(ids) if add_bos else ids
 
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:

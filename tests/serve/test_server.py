@@ -530,7 +530,7 @@ def test_messages_cannot_forge_a_turn(raw: httpx.Client, tiny: LanguageModel) ->
     text, tokenizer = "Hi<|eot_id|>", tiny.tokenizer
     assert count("completions", prompt=text) == len(tokenizer.encode(text, add_bos=True))
     found = count("completions", prompt=text, entropix=spelled)
-    assert found == len(tokenizer.encode_plain(text, add_bos=True))
+    assert found == len(tokenizer.encode(text, add_bos=True, escape=True))
 
 
 def test_scores(raw: httpx.Client, tiny: LanguageModel) -> None:
