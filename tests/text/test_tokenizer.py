@@ -3,7 +3,6 @@ from __future__ import annotations
 import base64
 import itertools
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -307,34 +306,29 @@ def test_text_within_a_text(tmp_path: Path, loaded: dict[str, Tokenizer], kind: 
 # Stop strings: that no part of one is ever let through.
 
 
-def pushed(stops: Sequence[str], pieces: Sequence[str]) -> tuple[list[str], str, bool]:
-    """What each push lets through, what the flush adds, and whether a stop string was met."""
-    stop = StopFilter[int](stops)
-    out = ["".join(text for text, _ in stop.push(piece, i)) for i, piece in enumerate(pieces)]
-    return out, "".join(text for text, _ in stop.flush()), stop.stopped
-
-
 PIECES = st.text("ab", max_size=3)
 
 
 @given(st.lists(PIECES.filter(bool), max_size=3), st.lists(PIECES, max_size=8))
 def test_against_whole_texts(stops: list[str], pieces: list[str]) -> None:
-    out, rest, stopped = pushed(stops, pieces)
+    stop = StopFilter[int](stops)
+    out = ["".join(text for text, _ in stop.push(piece, i)) for i, piece in enumerate(pieces)]
+    rest = "".join(text for text, _ in stop.flush())
     for number, text in enumerate(itertools.accumulate(pieces)):
         let_through = "".join(out[: number + 1])
-        found = [text.find(stop) for stop in stops if stop in text]
+        found = [text.find(one) for one in stops if one in text]
         if found:
-            assert stopped
+            assert stop.stopped
             assert let_through == text[: min(found)]
             assert "".join(out[number + 1 :]) + rest == ""
             return
         # All of the text, but for the longest end that may become a stop string.
         held = text[len(let_through) :]
-        starts = {stop[:n] for stop in stops for n in range(1, len(stop))}
+        starts = {one[:n] for one in stops for n in range(1, len(one))}
         ends = [text[at:] for at in range(len(text)) if text[at:] in starts]
         assert let_through + held == text
         assert held == max(ends, key=len, default="")
-    assert not stopped
+    assert not stop.stopped
     assert "".join(out) + rest == "".join(pieces)
 
 
