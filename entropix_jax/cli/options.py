@@ -147,15 +147,10 @@ class TextOptions:
 
     def values(self) -> dict[str, Any]:
         """The options as arguments of `stream`, and of a batch's `Defaults`."""
-        return {
-            "max_new_tokens": self.max_new_tokens,
-            "seed": self.seed,
-            "chat": True if self.chat else False if self.no_chat else None,
-            "system": self.system,
-            "stop": [*itertools.chain(*self.stop)],
-            "ignore_eos": self.ignore_eos,
-            "escape_special": self.escape_special,
-        }
+        values = dict(vars(self))
+        is_plain = values.pop("no_chat")
+        chat = True if self.chat else False if is_plain else None
+        return {**values, "chat": chat, "stop": [*itertools.chain(*self.stop)]}
 
 
 Arguments = TypeVar("Arguments")
