@@ -17,7 +17,6 @@ from entropix_jax.cli.options import (
     ModelOptions,
     OptionalCount,
     TextOptions,
-    choose_context,
     model_name,
     option,
 )
@@ -28,14 +27,11 @@ from entropix_jax.host.interrupts import deferred_interrupts
 from entropix_jax.version import __version__
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
     from entropix_jax.batch.output import Store
     from entropix_jax.batch.records import BadRecord, Record
     from entropix_jax.batch.run import BatchRun
 
 _LARGEST = 2**31 - 1  # of what is counted
-_MAX_CONTEXT = 2048  # unless another number is asked for
 
 
 @dataclass(frozen=True)
@@ -91,9 +87,12 @@ def run(arguments: Arguments) -> int:
 
     check_input(arguments.input)
 
+    import jax
+
     from entropix_jax.batch.run import BatchRun, Defaults, count_records
     from entropix_jax.engine.state import Recording
-    from entropix_jax.host.compile_cache import use_compilation_cache
+    from entropix_jax.model.loading import check_backend
+    from entropix_jax.model.mesh import parse_mesh
     from entropix_jax.sampler.presets import code_identity
 
     sampler = arguments.model.choose_sampler()
@@ -108,8 +107,10 @@ def run(arguments: Arguments) -> int:
     if arguments.trace is not None:
         _check_traces(arguments.trace, arguments.input, arguments.output)
     name = model_name(arguments.model.model)
-    use_compilation_cache()
-    mesh, context = _fit(arguments, name)
+    check_backend()
+    mesh = parse_mesh(arguments.mesh, jax.local_devices())
+    slots = arguments.slots
+    context = arguments.model.fit(name, arguments.context, slots=slots, mesh=mesh)
 
     # The model, its calibrated sampler, and the run.
     check = arguments.model.check
@@ -118,7 +119,7 @@ def run(arguments: Arguments) -> int:
     run = BatchRun(
         model,
         defaults,
-        slots=arguments.slots,
+        slots=slots,
         capacity=context,
         recording=Recording(top=arguments.trace_top, layers=arguments.trace_layers, check=check),
         traces=None if arguments.trace is None else Path(arguments.trace),
@@ -216,28 +217,3 @@ def _check_traces(folder: str, *others: str) -> None:
         # Either a link itself or its target would be overwritten.
         if Path(folder).resolve() in (path.parent.resolve(), path.resolve().parent):
             raise UserError(f"--trace {folder}: contains {path}: give another folder")
-
-
-def _fit(arguments: Arguments, model: str) -> tuple["Mesh", int]:
-    """The mesh of devices and a row's cache positions. Says how much memory the batch takes.
-    UserError if the batch does not fit."""
-    import jax
-
-    from entropix_jax.engine.memory import check_memory
-    from entropix_jax.model.loading import check_backend, open_model, resolve_model
-    from entropix_jax.model.mesh import check_mesh, parse_mesh
-
-    check_backend()
-    mesh = parse_mesh(arguments.mesh, jax.local_devices())
-    files = open_model(resolve_model(model))
-    context = choose_context(arguments.context, files.config, _MAX_CONTEXT)
-    check_mesh(mesh, files.config, arguments.slots)
-    needs = check_memory(
-        files.config,
-        arguments.model.dtypes(files),
-        slots=arguments.slots,
-        capacity=context,
-        mesh=mesh,
-    )
-    print(needs, file=sys.stderr)
-    return mesh, context

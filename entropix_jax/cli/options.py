@@ -28,10 +28,8 @@ from entropix_jax.host.interrupts import EXIT_INTERRUPT
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from entropix_jax.model.checkpoint import ModelFiles
     from entropix_jax.model.config import ModelConfig
     from entropix_jax.model.loading import LanguageModel
-    from entropix_jax.model.precision import Precision
     from entropix_jax.sampler.mechanism import Mechanism
     from entropix_jax.sampler.sampler import Sampler
 
@@ -41,6 +39,7 @@ EXIT_OK, EXIT_USAGE = 0, 2
 _GC_THRESHOLD = 50_000
 _EXAMPLE = "\n\nExample:\n"  # begins the last paragraph of a command's docstring: its options
 _WIDEST_HELP = 100
+_MAX_CONTEXT = 2048  # cache positions of a row of many, by default
 _OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
@@ -94,18 +93,34 @@ class ModelOptions:
     """Check all weights and activations for NaN and infinity. An error names the tensor, or the
     layer and the position."""
 
-    def load(self, name: str, mesh: "Mesh | None" = None) -> "LanguageModel":
-        """Loads the model of a name."""
-        from entropix_jax.model.loading import load
-
-        return load(name, self.dtype, mesh, precision=self.precision, check=self.check)
-
-    def dtypes(self, files: "ModelFiles") -> "Precision":
-        """The dtypes that a model will be loaded with."""
-        from entropix_jax.model.loading import weights_dtype
+    def fit(self, name: str, context: int | None, *, slots: int, mesh: "Mesh | None" = None) -> int:
+        """Returns the cache positions of a row for `--context`, by default at most 2048, and prints
+        how much memory `slots` rows take. UserError if they do not fit into memory or onto the
+        mesh, or the model has fewer positions."""
+        from entropix_jax.engine.memory import check_memory
+        from entropix_jax.model import loading
+        from entropix_jax.model.mesh import check_mesh
         from entropix_jax.model.precision import choose_precision
 
-        return choose_precision(weights_dtype(files, self.dtype), activations=self.precision)
+        loading.check_backend()
+        files = loading.open_model(loading.resolve_model(name))
+        config = files.config
+        capacity = choose_context(context, config, _MAX_CONTEXT)
+        if mesh is not None:
+            check_mesh(mesh, config, slots)
+        weights = loading.weights_dtype(files, self.dtype)
+        dtypes = choose_precision(weights, activations=self.precision)
+        needs = check_memory(config, dtypes, slots=slots, capacity=capacity, mesh=mesh)
+        print(needs, file=sys.stderr)
+        return capacity
+
+    def load(self, name: str, mesh: "Mesh | None" = None) -> "LanguageModel":
+        """Loads the model of a name. Its programs are kept in the user's cache folder."""
+        from entropix_jax.host.compile_cache import use_compilation_cache
+        from entropix_jax.model.loading import load
+
+        use_compilation_cache()
+        return load(name, self.dtype, mesh, precision=self.precision, check=self.check)
 
     def choose_sampler(self) -> "Sampler":
         """The sampler with its changed settings; UserError if one is wrong."""

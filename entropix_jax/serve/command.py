@@ -17,7 +17,6 @@ from entropix_jax.cli.options import (
     Flag,
     ModelOptions,
     OptionalCount,
-    choose_context,
     model_name,
     option,
 )
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from entropix_jax.sampler.sampler import Sampler
     from entropix_jax.serve.request import ServedModel
 
-_MAX_CONTEXT = 2048  # by default
 _LOOK = 0.04  # seconds of a chunk of steps
 _LARGEST = 2**31 - 1
 _origins = tyro.conf.arg(metavar="ORIGIN ...", help_behavior_hint="")
@@ -172,20 +170,12 @@ def _serve(
 def _load(arguments: Arguments, sampler: "Sampler") -> "ServedModel":
     """Loads the model after a check of memory, and resolves the sampler for it."""
     from entropix_jax.engine.engine import shared_lanes
-    from entropix_jax.engine.memory import check_memory
     from entropix_jax.engine.preparation import calibrate_sampler
-    from entropix_jax.host.compile_cache import use_compilation_cache
-    from entropix_jax.model.loading import check_backend, open_model, resolve_model
     from entropix_jax.serve.request import ServedModel
 
-    check_backend()
     name = model_name(arguments.model.model)
-    use_compilation_cache()
-    files = open_model(resolve_model(name))
-    context = choose_context(arguments.context, files.config, _MAX_CONTEXT)
-    slots, types = arguments.slots + shared_lanes(arguments.slots), arguments.model.dtypes(files)
-    needs = check_memory(files.config, types, slots=slots, capacity=context, mesh=None)
-    print(needs, file=sys.stderr)
+    slots = arguments.slots + shared_lanes(arguments.slots)
+    context = arguments.model.fit(name, arguments.context, slots=slots)
     model = arguments.model.load(name)
     for note in calibrate_sampler(sampler, model).notes:
         print(f"note: {note}", file=sys.stderr)
