@@ -66,7 +66,6 @@ def run(arguments: Arguments) -> int:
     from entropix_jax.chat.session import Session
     from entropix_jax.engine.preparation import calibrate_sampler
     from entropix_jax.engine.results import Request
-    from entropix_jax.host.compile_cache import use_compilation_cache
     from entropix_jax.text.chat_template import plain_messages
 
     sampler = arguments.model.choose_sampler()
@@ -80,7 +79,6 @@ def run(arguments: Arguments) -> int:
     elif arguments.system is not None:
         messages = [{"role": "system", "content": arguments.system}]
 
-    use_compilation_cache()
     name = model_name(arguments.model.model)
     with show_status("loading the model ..."):
         model = arguments.model.load(name)

@@ -88,7 +88,6 @@ def run(arguments: Arguments) -> int:
     from entropix_jax.engine.preparation import calibrate_sampler
     from entropix_jax.engine.state import Recording
     from entropix_jax.engine.trace import TraceWriter
-    from entropix_jax.host.compile_cache import use_compilation_cache
 
     # A mistake in these should not wait for the model.
     sampler = arguments.model.choose_sampler()
@@ -103,7 +102,6 @@ def run(arguments: Arguments) -> int:
         check_report(Path(arguments.report), *inputs)
         top, layers = (top, layers) if top or layers else (_REPORT_TOP, True)
 
-    use_compilation_cache()
     name = model_name(arguments.model.model)
     with show_status("loading the model ..."):
         model = arguments.model.load(name)

@@ -64,10 +64,8 @@ def run(arguments: Arguments) -> int:
     from entropix_jax.engine.score import score_tokens
     from entropix_jax.engine.state import Recording
     from entropix_jax.engine.trace import header
-    from entropix_jax.host.compile_cache import use_compilation_cache
 
     sampler = arguments.model.choose_sampler()
-    use_compilation_cache()
     name = model_name(arguments.model.model)
     check = arguments.model.check
     model = arguments.model.load(name)
