@@ -9,7 +9,7 @@ from typing import Any
 
 from entropix_jax.errors import printable
 from entropix_jax.names import MEANINGS, REGIMES
-from entropix_jax.report.tokens import draw, html_template, marks, regime_title, style
+from entropix_jax.report.tokens import draw, html_template, marks, style
 
 MAX_TOKENS = 2000  # of all rows together: about half a megabyte
 _MAX_ROWS = 50
@@ -51,7 +51,8 @@ def html(rows: Sequence[Any], prompt: str | None = None) -> str:
 def _hint(record: dict[str, Any]) -> str:
     """A token's tooltip."""
     retracted = ["retracted"] if record["type"] == "retracted" else []
-    parts = [_quoted(record["text"]), regime_title(record["regime"]), record["action"], *retracted]
+    regime = f"{MEANINGS[record['regime']]} ({record['regime'].upper()})"
+    parts = [_quoted(record["text"]), regime, record["action"], *retracted]
     lines = [
         " · ".join(parts),
         "entropy {entropy:.2f} bits, varentropy {varentropy:.2f} bits²".format_map(record),

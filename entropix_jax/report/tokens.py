@@ -10,7 +10,6 @@ from typing import Any
 import jinja2
 
 from entropix_jax.errors import printable
-from entropix_jax.names import MEANINGS
 
 STATIC = files("entropix_jax.report") / "static"
 
@@ -77,11 +76,6 @@ def name_of(record: Mapping[str, Any]) -> str:
     names = (name for other, name, *_ in record.get("top") or () if other == number)
     name = printable(next(names, ""))
     return name if name and "\ufffd" not in name else f"⟨{number}⟩"
-
-
-def regime_title(regime: str) -> str:
-    """Returns a regime's name and acronym, as in `certain (LELV)`."""
-    return f"{MEANINGS[regime]} ({regime.upper()})"
 
 
 def marks(drawn: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
