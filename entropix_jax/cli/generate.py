@@ -122,16 +122,10 @@ def run(arguments: Arguments) -> int:
         from entropix_jax.cli.search import run_search
         from entropix_jax.engine.search import find_method
 
-        (row,) = generation.rows
-        return run_search(
-            model,
-            row.request,
-            find_method(arguments.method),
-            arguments.forks,
-            vote=arguments.vote,
-            check=arguments.model.check,
-            form=arguments.format,
-        )
+        request = generation.rows[0].request
+        method = find_method(arguments.method).with_vote(arguments.vote)
+        as_json, check = arguments.format == "json", arguments.model.check
+        return run_search(model, request, method, arguments.forks, check=check, as_json=as_json)
 
     if arguments.trace is not None and Path(arguments.trace).is_fifo():
         print(f"note: {arguments.trace}: a pipe, which waits for its reader", file=sys.stderr)

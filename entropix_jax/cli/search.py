@@ -1,7 +1,7 @@
 """`entropix-jax generate --method`: generates several continuations and chooses one."""
 
 import sys
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from entropix_jax.cli.options import EXIT_OK, print_json
 from entropix_jax.cli.status import show_status
@@ -24,15 +24,13 @@ def run_search(
     method: "Method",
     forks: int,
     *,
-    vote: bool,
     check: bool,
-    form: Literal["text", "json"],
+    as_json: bool,
 ) -> int:
     """Runs a search, prints the chosen text and the tree of continuations, and returns the exit
-    status. For `vote` see `Method.with_vote`."""
+    status."""
     from entropix_jax.engine.search import last_answer, search
 
-    method = method.with_vote(vote)
     engines: list[Engine] = []
 
     def stop() -> None:
@@ -48,7 +46,7 @@ def run_search(
         return EXIT_INTERRUPT
     if outcome.row.error is not None:
         raise UserError(outcome.row.error)
-    if form == "json":
+    if as_json:
         print_json(outcome.to_json())
         return EXIT_OK
     screen, left = TextScreen(), outcome.row.text  # without the stop string that ended it
