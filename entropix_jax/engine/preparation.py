@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import jax
-import numpy as np
+import jax.numpy as jnp
 
 from entropix_jax.engine.state import Recording
 from entropix_jax.errors import UserError
@@ -198,7 +197,7 @@ def sampler_settings(model: LanguageModel, sampler: Sampler) -> SamplerSettings:
 
     return sampler.settings(
         num_layers=model.config.num_layers,
-        epsilon=float(jax.numpy.finfo(model.precision.activations).eps),
+        epsilon=float(jnp.finfo(model.precision.activations).eps),
         encode=encode,
         token_texts=lambda: model.tokenizer.token_texts[:size],
         vocab_size=size,
@@ -211,10 +210,3 @@ def describe_token(model: LanguageModel, token: Any) -> str:
     if name is None:
         return f"{token!r}, which is not a token id"
     return f"{name!r} (token {token}), for which the model has no row"
-
-
-def for_rows(settings: SamplerSettings, rows: int) -> SamplerSettings:
-    """The same settings for each row."""
-    stacked = jax.tree.map(lambda x: np.broadcast_to(x, (rows, *np.shape(x))), settings)
-    placed: SamplerSettings = jax.device_put(stacked)
-    return placed

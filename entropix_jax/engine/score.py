@@ -21,7 +21,6 @@ from entropix_jax.engine.preparation import (
     bucket,
     check_recording,
     chunk_size,
-    for_rows,
 )
 from entropix_jax.engine.records import extras_fields
 from entropix_jax.engine.state import Extras, Recording, extras_of
@@ -127,7 +126,7 @@ def score_tokens(
             # Parts are resized to the longest: one program serves them all.
             longest = partial(np.resize, new_shape=_METRICS_CHUNK)
             points = jax.tree.map(longest, metrics), sampler.settings, longest(spread)
-            measured = _each(
+            columns: dict[str, list[Any]] = dict(
                 regime=[REGIMES[number] for number in _classify(*points)[: len(spread)]],
                 sequence_varentropy=plain(spread),
                 logprob=plain(scores.logprob[:, 0]),
@@ -137,7 +136,7 @@ def score_tokens(
                 **extras_fields(extras, recording, model.tokenizer.decode_within),
             )
             start = segments[segment].start
-            for position, fields in enumerate(measured, start + at + 1):
+            for position, values in enumerate(zip(*columns.values(), strict=True), start + at + 1):
                 text = stream.push(tokens[position])
                 if position == len(tokens) - 1:
                     text += stream.flush()
@@ -146,7 +145,7 @@ def score_tokens(
                     context=position - start,
                     token_id=int(tokens[position]),
                     text=text,
-                    **fields,
+                    **dict(zip(columns, values, strict=True)),
                 )
 
     return score_segments()
@@ -259,7 +258,7 @@ class TextReader:
             tokens[row, :end] = text.tokens
             following[row, : end - 1] = tokens[row, 1:end, None]
             following[row, end - 1, : len(text.lasts)] = text.lasts
-        settings = None if self.sampler is None else for_rows(self.sampler.settings, rows)
+        settings = None if self.sampler is None else self.sampler.settings
         cache = init_cache(config, rows, capacity, self.model.precision.activations)
         for start in range(0, length, size):
             chunk = slice(start, start + size)
@@ -320,7 +319,7 @@ def _score_chunk(
     scored: bool,
 ) -> tuple[KVCache, Scores | None]:
     """Reads `tokens[B, T]`, of each row the first `count[B]`. Where `scored`: the scores of
-    `following[B, T, K]`, and with settings (each leaf [B, ...]) the metrics."""
+    `following[B, T, K]`, and with settings (of one row, for all) the metrics."""
     every, check = settings is not None, recording.check
     hidden, stats, cache = forward(
         params, config, tokens, count, cache, window=window, every=every, check=check
@@ -334,7 +333,8 @@ def _score_chunk(
     if stats.sound is not None:
         finite &= jnp.all(stats.sound, axis=-1).reshape(-1)
     if settings is not None:
-        of_token = jax.tree.map(lambda x: jnp.repeat(x, tokens.shape[1], axis=0), settings)
+        shape = logits.shape[:1]
+        of_token = jax.tree.map(lambda x: jnp.broadcast_to(x, (*shape, *x.shape)), settings)
         above_floor = apply_noise_floor(log_probs, of_token.noise_epsilon)
         metrics = measure(above_floor, stats, of_token.layer_weights)
         confidence = measure_confidence(log_probs, of_token.confidence.likeliest)
@@ -347,10 +347,3 @@ def _score_chunk(
         measured=measured,
     )
     return cache, jax.tree.map(lambda x: x.reshape(*tokens.shape, *x.shape[1:]), scores)
-
-
-def _each(**columns: list[Any]) -> list[dict[str, Any]]:
-    """From a list for each field to the fields of each."""
-    return [
-        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
-    ]
