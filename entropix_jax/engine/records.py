@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from entropix_jax.engine.slots import Layout
-from entropix_jax.engine.state import BRANCH_ENDED, Extras, Joined, Recording, StepRecord
-from entropix_jax.engine.trace import BranchRecord, TokenRecord, plain
+from entropix_jax.engine.state import Extras, Joined, Recording, StepRecord
+from entropix_jax.engine.trace import TokenRecord, plain
 from entropix_jax.names import REGIMES
 from entropix_jax.sampler.state import Observation
 
@@ -19,17 +19,16 @@ _OPTIONAL = [field.name for field in fields(TokenRecord) if field.default is not
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What one step did to one row, or to a branch of it.
+class StepOutcome:
+    """Result of one step for one row or one branch of it.
 
     Attributes:
-        slot: the row's.
+        slot: of the row.
         live: whether the row or branch was running; else only its fork ended.
         token: the committed token, without its text. If the row waits for the host or is forked,
             the step's proposal; if it failed, the failed position.
         branch: index of the branch in the row's fork; -1: the row itself.
         candidates: if the row is forked, the branches' first tokens and their log-probabilities.
-        ended: a branch that has ended, and has no further token.
         joined: if all branches have ended, the end of the fork, as Python values.
         status: see `DecodeState`.
         rewinds: whether the row goes back to the token's position, without a token.
@@ -42,7 +41,6 @@ class Outcome:
     token: TokenRecord
     branch: int
     candidates: list[tuple[int, float]]
-    ended: bool
     joined: Joined | None
     status: int
     rewinds: bool
@@ -57,7 +55,7 @@ def outcomes(
     records: StepRecord,
     recording: Recording,
     decode: Decode,
-) -> Iterator[Outcome]:
+) -> Iterator[StepOutcome]:
     """Yields the outcomes of a chunk, step by step. Within a step lanes come first, so that a
     fork's branches are known when it ends.
 
@@ -87,15 +85,13 @@ def outcomes(
         strict=True,
     )
     for i, (of, live, token, branch, status, rewinds, settled, unsound) in enumerate(ends):
-        joined = _joined(records.joined, i)
-        yield Outcome(
+        yield StepOutcome(
             slot=of,
             live=live,
             token=token,
             branch=branch,
             candidates=_candidates(records, i),
-            ended=status == BRANCH_ENDED or joined is not None,
-            joined=joined,
+            joined=_joined(records.joined, i),
             status=status,
             rewinds=rewinds,
             settled=settled,
@@ -148,17 +144,6 @@ def _candidates(records: StepRecord, i: int) -> list[tuple[int, float]]:
 def _joined(joined: Joined, i: int) -> Joined | None:
     """Returns the end of the fork in record `i`, as Python values; None without one."""
     return jax.tree.map(lambda x: plain(x[i]), joined) if joined.joins[i] else None
-
-
-def two_best(branches: Sequence[BranchRecord]) -> list[BranchRecord]:
-    """Returns the two branches with the highest scores, the better one first."""
-    scored = [(branch.score, branch) for branch in branches if branch.score is not None]
-    return [branch for _, branch in sorted(scored, key=lambda pair: -pair[0])[:2]]
-
-
-def differ(branches: Sequence[BranchRecord]) -> bool:
-    """Whether the texts of the two best branches differ."""
-    return len({branch.text for branch in two_best(branches)}) == 2
 
 
 def extras_fields(extras: Extras, recording: Recording, decode: Decode) -> dict[str, list[Any]]:

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from entropix_jax.engine.preparation import CalibratedSampler, describe_token
-from entropix_jax.engine.records import Outcome, differ, two_best
+from entropix_jax.engine.records import StepOutcome
 from entropix_jax.engine.results import Event, Piece, Request, Row
 from entropix_jax.engine.slots import fresh_tally, padded_ids
 from entropix_jax.engine.state import (
+    BRANCH_ENDED,
     ENDED_BY,
     EOS,
     ERROR,
@@ -167,7 +168,7 @@ class RunningRow:
     def _live(self) -> list[TokenRecord]:
         return [token for token, retracted in self._pending if not retracted]
 
-    def apply(self, outcome: Outcome, stopping: Callable[[], bool]) -> Iterator[Event]:
+    def apply(self, outcome: StepOutcome, stopping: Callable[[], bool]) -> Iterator[Event]:
         """Applies a step's outcome to the row or a branch: commits tokens, retracts pending ones,
         ends the row, or calls a hook and sets `answer`.
 
@@ -176,14 +177,15 @@ class RunningRow:
         yield from self._apply(outcome, stopping)
         self.cached = len(self._prompt) + len(self.row.tokens) - 1
 
-    def _apply(self, outcome: Outcome, stopping: Callable[[], bool]) -> Iterator[Event]:
+    def _apply(self, outcome: StepOutcome, stopping: Callable[[], bool]) -> Iterator[Event]:
         token, joined = outcome.token, outcome.joined
         # A branch grows. The row's text changes once all branches have ended.
-        if outcome.live and outcome.branch >= 0 and not outcome.ended:
-            self._paths[outcome.branch].append(token)
         if joined is not None:
             yield from self._join(joined, outcome, stopping)
-        if outcome.branch >= 0 or joined is not None:
+            return
+        if outcome.branch >= 0:
+            if outcome.live and outcome.status != BRANCH_ENDED:
+                self._paths[outcome.branch].append(token)
             return
         # A row that goes back.
         if outcome.rewinds:
@@ -212,7 +214,7 @@ class RunningRow:
         else:
             yield from self._add([self._as_chosen(token)], outcome)
 
-    def _add(self, tokens: list[TokenRecord], outcome: Outcome) -> Iterator[Event]:
+    def _add(self, tokens: list[TokenRecord], outcome: StepOutcome) -> Iterator[Event]:
         """Adds a step's tokens, and commits those that later steps cannot retract."""
         self._pending += [(token, False) for token in tokens]
         reason = _REASONS.get(outcome.status)
@@ -228,7 +230,7 @@ class RunningRow:
         yield from self._commit(reason=reason)
 
     def _join(
-        self, joined: Joined, outcome: Outcome, stopping: Callable[[], bool]
+        self, joined: Joined, outcome: StepOutcome, stopping: Callable[[], bool]
     ) -> Iterator[Event]:
         """Ends the fork: commits the best branch, or lets the host choose."""
         paths, self._paths = self._paths, []
@@ -238,7 +240,8 @@ class RunningRow:
             BranchRecord(tokens, self._tokenizer.decode_within(tokens), score, i == joined.best)
             for i, (tokens, score) in enumerate(zip(ids, scores, strict=False))
         ]
-        ambiguous = bool(joined.ambiguous) and differ(branches)
+        two = _two_best(branches)
+        ambiguous = bool(joined.ambiguous) and len({branch.text for branch in two}) == 2
         first, *rest = paths[joined.best]
         if joined.committed:
             # All of them were proposed by the fork's step, and paid for by its end.
@@ -341,12 +344,13 @@ class RunningRow:
         return Answer(next(allowed, []), self.request.sampler.parts.action("inject"))
 
     def _choose_branch(self, branches: list[BranchRecord]) -> Answer:
-        """Calls `Request.ask` where the two best branches differ; the chosen branch's tokens."""
+        """Returns the tokens of the best branch. If another one is as good and its text differs,
+        `Request.ask` chooses."""
         assert self.request.ask is not None
         assert self._forked is not None
         chosen = next(i for i, branch in enumerate(branches) if branch.chosen)
-        if differ(branches):
-            two = two_best(branches)
+        if self._forked.ambiguous:
+            two = _two_best(branches)
             started = time.perf_counter()
             answer = self.request.ask(self.row.number, [branch.text for branch in two])
             self.row.waited += time.perf_counter() - started
@@ -369,6 +373,12 @@ class RunningRow:
         told = {name: getattr(forked, name) for name in (*_PROPOSAL, "branches", "ambiguous")}
         self._forked = replace(forked, branches=None, ambiguous=None)
         return replace(token, **told)
+
+
+def _two_best(branches: Sequence[BranchRecord]) -> list[BranchRecord]:
+    """Returns the two branches with the highest scores, the better one first."""
+    scored = [(branch.score, branch) for branch in branches if branch.score is not None]
+    return [branch for _, branch in sorted(scored, key=lambda pair: -pair[0])[:2]]
 
 
 def check_place(row: Row, budget: int, position: int | None = None) -> int:
