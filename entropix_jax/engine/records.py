@@ -56,7 +56,7 @@ def outcomes(
     recording: Recording,
     decode: Decode,
 ) -> Iterator[StepOutcome]:
-    """Yields the outcomes of a chunk, step by step. Within a step lanes come first, so that a
+    """Returns the outcomes of a chunk, step by step. Within a step lanes come first, so that a
     fork's branches are known when it ends.
 
     Args:
@@ -72,31 +72,20 @@ def outcomes(
     told = records.live | records.joined.joins
     records = jax.tree.map(lambda x: x[told], records)
     slot = slot_of[records.parent]
-    tokens = _step_tokens([numbers[i] for i in slot], actions, records, recording, decode)
-    ends = zip(
+    indices = range(len(slot))
+    return map(
+        StepOutcome,
         slot.tolist(),
         plain(records.live),
-        tokens,
+        _step_tokens([numbers[i] for i in slot], actions, records, recording, decode),
         plain(records.branch),
+        [_candidates(records, i) for i in indices],
+        [_joined(records.joined, i) for i in indices],
         plain(records.status),
         plain(records.rewinds),
         plain(records.settled),
         map(tuple, plain(records.unsound)),
-        strict=True,
     )
-    for i, (of, live, token, branch, status, rewinds, settled, unsound) in enumerate(ends):
-        yield StepOutcome(
-            slot=of,
-            live=live,
-            token=token,
-            branch=branch,
-            candidates=_candidates(records, i),
-            joined=_joined(records.joined, i),
-            status=status,
-            rewinds=rewinds,
-            settled=settled,
-            unsound=unsound,
-        )
 
 
 def _step_tokens(
