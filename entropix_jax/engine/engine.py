@@ -26,14 +26,12 @@ from entropix_jax.engine.results import Event, Request, Row
 from entropix_jax.engine.roster import Roster
 from entropix_jax.engine.running import RunningRow, check_request
 from entropix_jax.engine.slots import (
-    Arrival,
     Layout,
     answer,
     emptied,
     empty_slots,
     insert,
     lanes_for,
-    padded_ids,
     park,
     widen,
 )
@@ -339,27 +337,23 @@ class Engine:
                 arrived.append(slot)
         if not self._stopping:  # whether another one waits decides when the device returns
             roster.fetch()
-        if self._programs is not None:
-            self._read_on(arrived)
-        elif arrived:
-            with self._decode_compiles():
-                rows = {slot: row for slot, row in enumerate(roster.slots) if row is not None}
-                self._state = self._reader.cache(
-                    self._state, self._layout, rows, arrived, lambda: self._stopping
-                )
+        self._read_texts(arrived)
 
-    def _read_on(self, arrived: Sequence[int]) -> None:
-        """Reads the texts of rows that arrived: while others run one part between two chunks."""
+    def _read_texts(self, arrived: Sequence[int]) -> None:
+        """Caches the texts of rows that arrived. If programs compile in the background and other
+        rows run, it reads one part between two chunks."""
         rows = {slot: row for slot, row in enumerate(self._roster.slots) if row is not None}
-        reading = dict.fromkeys(slot for slot in (*self._reading, *arrived) if rows[slot].running)
-        others = any(row.running for slot, row in rows.items() if slot not in reading)
+        running = self._roster.running
+        reading = [slot for slot in dict.fromkeys((*self._reading, *arrived)) if slot in running]
+        by_part = self._programs is not None and len(running) > len(reading)
         before = self._reader.read
 
         def stops() -> bool:
-            return self._stopping or (others and self._reader.read > before)
+            return self._stopping or (by_part and self._reader.read > before)
 
         if reading:
-            self._state = self._reader.cache(self._state, self._layout, rows, [*reading], stops)
+            with self._decode_compiles():
+                self._state = self._reader.cache(self._state, self._layout, rows, reading, stops)
         self._reading = [slot for slot in reading if rows[slot].cached < len(rows[slot].text) - 1]
 
     def _next_row(self) -> RunningRow | None:
@@ -372,7 +366,7 @@ class Engine:
             if self._has_programs(row):
                 roster.held.remove(row)
                 return row
-        running = sum(row is not None and row.running for row in roster.slots)
+        running = len(roster.running)
         while running + len(roster.held) < len(roster.slots) and roster.fetch() is not None:
             row = roster.waiting.popleft()
             if self._has_programs(row):
@@ -385,19 +379,14 @@ class Engine:
         row.row.started = row.row.started or time.perf_counter()
         row.moved = False
         row.cached = cached
-        self._parts = self._with(row.request.sampler.parts.used)
-        arrival = self._arrival(row, cached)
+        self._parts = replace(self._parts, used=self._parts.used | row.request.sampler.parts.used)
+        arrival = row.arrival(self._parts.mechanisms, self._capacity)
         if (lanes := self._lanes_for(row)) > self._layout.lanes:
             self._state = widen(self._state, self._layout, lanes)
             self._layout = replace(self._layout, lanes=lanes)
         self._state = insert(
-            self._state, self._number(slot), arrival, mechanisms=self._parts.mechanisms
+            self._state, self._layout.numbers[slot], arrival, mechanisms=self._parts.mechanisms
         )
-
-    def _number(self, slot: int) -> Any:
-        """Returns the slot's row in the state, as NumPy, because creating it on the device would
-        need a program."""
-        return self._layout.numbers[slot]
 
     def _lanes_for(self, row: RunningRow) -> int:
         """The lanes of a shard that a row needs."""
@@ -416,29 +405,6 @@ class Engine:
             slots=self._layout.slots + self._layout.shards * lanes,
             capacity=self._capacity,
             mesh=self._model.mesh,
-        )
-
-    def _arrival(self, row: RunningRow, cached: int) -> Arrival:
-        request = row.request
-        text, settings = [*row.text, *row.forced.tokens], request.sampler.settings
-        history = np.zeros(self._capacity, np.int32)
-        history[: len(text)] = text
-        confidences = np.zeros(self._capacity, np.float32)
-        for token in row.row.tokens:
-            confidences[token.position] = token.token_confidence
-        return Arrival(
-            history=history,
-            confidences=confidences,
-            prompt_length=np.int32(len(request.prompt)),
-            cached=np.int32(cached),
-            budget=np.int32(row.budget),
-            keys=row.key,
-            asks_for_text=np.bool_(request.retrieve is not None),
-            asks_for_choice=np.bool_(request.ask is not None),
-            settings=settings,
-            eos_ids=padded_ids(row.end_ids),
-            tally=row.tally(self._parts.mechanisms),
-            forwards=np.int32(row.forwards),
         )
 
     @contextmanager
@@ -465,7 +431,7 @@ class Engine:
             yield
         finally:
             compiling.join()
-        running = (row for row in self._roster.slots if row is not None)
+        running = self._roster.running.values()
         if self._layout.lanes and any(row.remaining >= _MANY_TOKENS for row in running):
             self._compiling = Thread(target=compile_decode, args=(True,))
             self._compiling.start()
@@ -474,10 +440,8 @@ class Engine:
 
     def _wants_more(self, steps: int) -> bool:
         """Whether a row will still run after the `steps` in flight, as far as the host knows."""
-        if self._stopping:
-            return False
-        running = (row for row in self._roster.slots if row is not None and row.running)
-        return any(steps == 0 or row.remaining > steps for row in running)
+        running = self._roster.running.values()
+        return not self._stopping and any(steps == 0 or row.remaining > steps for row in running)
 
     def _dispatch(self) -> _Chunk:
         """Gives the device a chunk of steps; it ends early where rows wait and slots are free."""
@@ -507,8 +471,8 @@ class Engine:
         number, waits = self._layout.slots, bool(self._roster.waiting)
         if self._programs is not None:  # without free slots for held rows, and parked rows
             number = sum(
-                row is not None and row.running and row.length <= self._fitting_window
-                for slot, row in enumerate(self._roster.slots)
+                row.length <= self._fitting_window
+                for slot, row in self._roster.running.items()
                 if slot not in self._reading
             )
         fewest = number + 1 - max(number // _SLOTS_PER_EMPTY, 1) if waits else 1
@@ -537,10 +501,6 @@ class Engine:
     def _window_of(self, length: int) -> int:
         return min(bucket(length, DECODE_WINDOW), self._capacity)
 
-    def _with(self, used: frozenset[str]) -> Parts:
-        """Returns the parts of steps that also contain these mechanisms."""
-        return replace(self._parts, used=self._parts.used | used)
-
     def _program(self, window: int, lanes: bool, used: frozenset[str] | None = None) -> Program:
         """The program of steps, by default of what the rows use."""
         parts = self._parts if used is None else replace(self._parts, used=used)
@@ -553,7 +513,7 @@ class Engine:
 
     def _needs(self, *more: RunningRow) -> tuple[frozenset[str], bool]:
         """The mechanisms of the running rows and of some more, and whether the rows may fork."""
-        rows = [row for row in (*self._roster.slots, *more) if row is not None and row.running]
+        rows = [*self._roster.running.values(), *more]
         used = (row.request.sampler.parts.used for row in rows)
         forks = self._forked or any(lanes_for(row.request.sampler) for row in rows)
         return frozenset().union(*used), forks
@@ -574,9 +534,14 @@ class Engine:
         ]
         return min(fitting, key=lambda each: (len(each), sorted(each)), default=None)
 
-    def _request(self, used: frozenset[str], window: int, forks: bool, **when: bool) -> None:
-        """Requests the programs of such rows; for `when` see `Programs.request`."""
+    def _has(self, used: frozenset[str], window: int, forks: bool, **when: bool) -> bool:
+        """Returns whether programs for such rows are compiled. Requests missing ones, with the
+        mechanisms of the current program, so that one program serves all rows; for `when` see
+        `Programs.request`."""
+        if self._compiled(used, window, forks) is not None:
+            return True
         assert self._programs is not None
+        used |= self._parts.used
         self._used_sets.add(used)
         for lanes in (False, True) if forks else (False,):
             name = f"steps of {window} positions{' with forks' if lanes else ''}"
@@ -585,6 +550,7 @@ class Engine:
             traced, static = self._decode_arguments(self._state, program)
             key = self._key(program)
             self._programs.request(key, name, decode_for_backend(), traced, static, **when)
+        return False
 
     def _has_programs(self, row: RunningRow) -> bool:
         """Returns whether the row can run now with the running rows. Requests missing programs."""
@@ -592,18 +558,14 @@ class Engine:
             return False
         used, forks = self._needs(row)
         window = self._window_of(row.length)
-        if any(other is not None and other.running for other in self._roster.slots):
+        if self._roster.running:
             window = max(window, self._fitting_window)
         try:
-            ready = self._reader.request(self._state, self._layout, row)
-            if self._compiled(used, window, forks) is None:
-                # With those of the current program: one program serves all these rows.
-                self._request(used | self._parts.used, window, forks)
-                ready = False
+            can_read = self._reader.request(self._state, self._layout, row)
+            return self._has(used, window, forks) and can_read
         except CompileError as error:
             self._failed[row] = str(error)
             return False
-        return ready
 
     def _choose_program(self) -> bool:
         """Chooses the program of the next chunk: the window that the running rows need, or the
@@ -613,24 +575,20 @@ class Engine:
         used, forks = self._needs()
         rows = [
             row
-            for slot, row in enumerate(self._roster.slots)
-            if row is not None and row.running and slot not in self._reading
-            if row not in self._failed
+            for slot, row in self._roster.running.items()
+            if slot not in self._reading and row not in self._failed
         ]
         if not rows:
             return False
         lengths = [row.length for row in rows]
         needed = window = self._window_of(max(lengths))
-        if self._compiled(used, needed, forks) is None:
-            try:
-                self._request(used | self._parts.used, needed, forks, urgent=True)
-            except CompileError as error:
-                longest = [row for row in rows if self._window_of(row.length) == needed]
-                self._failed |= dict.fromkeys(longest, str(error))
-        elif any(row.length + row.remaining > needed for row in rows):
-            following = self._window_of(needed + 1)
-            if self._compiled(used, following, forks) is None:
-                self._request(used | self._parts.used, following, forks, ahead=True)
+        try:
+            has_needed = self._has(used, needed, forks, urgent=True)
+            if has_needed and any(row.length + row.remaining > needed for row in rows):
+                self._has(used, self._window_of(needed + 1), forks, ahead=True)
+        except CompileError as error:
+            longest = [row for row in rows if self._window_of(row.length) == needed]
+            self._failed |= dict.fromkeys(longest, str(error))
         while (chosen := self._compiled(used, window, forks)) is None or window < min(lengths):
             if window <= DECODE_WINDOW:
                 return False
@@ -654,7 +612,7 @@ class Engine:
             padded[: len(tokens)] = tokens
             state = answer(
                 state,
-                self._number(slot),
+                self._layout.numbers[slot],
                 jnp.asarray(padded),
                 jnp.int32(len(tokens)),
                 jnp.int32(action),

@@ -38,6 +38,11 @@ class Roster:
         self._known: WeakValueDictionary[int, Row] = WeakValueDictionary()  # by `id`
         self._number = 0  # of the next row
 
+    @property
+    def running(self) -> dict[int, RunningRow]:
+        """The running rows, by slot."""
+        return {slot: row for slot, row in enumerate(self.slots) if row is not None and row.running}
+
     def begin(self, requests: Iterable[Request | Row | None]) -> None:
         """Begins a run without rows."""
         self.slots = [None] * len(self.slots)

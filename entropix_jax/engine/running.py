@@ -14,7 +14,7 @@ import numpy as np
 from entropix_jax.engine.preparation import CalibratedSampler, describe_token
 from entropix_jax.engine.records import StepOutcome
 from entropix_jax.engine.results import Event, Piece, Request, Row
-from entropix_jax.engine.slots import fresh_tally, padded_ids
+from entropix_jax.engine.slots import Arrival, fresh_tally, padded_ids
 from entropix_jax.engine.state import (
     BRANCH_ENDED,
     ENDED_BY,
@@ -31,7 +31,6 @@ from entropix_jax.model.finite import NOWHERE, describe
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.draw import row_key
 from entropix_jax.sampler.mechanism import Mechanism
-from entropix_jax.sampler.state import Tally
 from entropix_jax.text.stop import StopFilter
 from entropix_jax.text.turns import stop_ids
 
@@ -80,7 +79,7 @@ class RunningRow:
         self.answer: Answer | None = None  # on its way to the device
         self._prompt = [*row.request.prompt]
         # A stop string that is a control token ends the row by its id: it has no text.
-        self.end_ids = all_end_ids(model, row.request)
+        self._end_ids = all_end_ids(model, row.request)
         self._tokenizer = model.tokenizer
         self._stop = StopFilter[TokenRecord](row.request.stop)
         self._stream = model.tokenizer.stream(after=row.request.prompt)
@@ -107,29 +106,43 @@ class RunningRow:
         """The prompt and the committed tokens."""
         return [*self._prompt, *(token.token_id for token in self.row.tokens)]
 
-    @property
-    def key(self) -> np.ndarray:
-        """The key of the row's random numbers, uint32 [2]: another one after each rewind."""
-        rewinds = f"~{self.row.rewinds}" if self.row.rewinds else ""
-        return row_key(self.request.seed, self.request.row_id + rewinds)
+    def arrival(self, mechanisms: tuple[Mechanism, ...], capacity: int) -> Arrival:
+        """Returns the row for a slot that has cached the first `cached` tokens of its text.
 
-    @property
-    def forwards(self) -> int:
-        """The row's forward passes, as far as the host knows."""
-        tokens = (*self.row.tokens, *self.row.retracted_tokens)
-        return max((token.forwards for token in tokens), default=0)
-
-    def tally(self, mechanisms: tuple[Mechanism, ...]) -> Tally:
-        """The sampler's tally after the text, with the forced tokens in its queue."""
-        tokens, action = self.forced
+        Raises:
+            UserError: its sampler has other mechanisms.
+        """
+        row, request, text = self.row, self.request, [*self.text, *self.forced.tokens]
+        history = np.zeros(capacity, np.int32)
+        history[: len(text)] = text
+        confidences = np.zeros(capacity, np.float32)
+        for token in row.tokens:
+            confidences[token.position] = token.token_confidence
         fresh = fresh_tally(mechanisms)
         tally = self._state or fresh
-        if (
-            self.request.sampler.mechanisms != mechanisms
-            or tally.states.keys() != fresh.states.keys()
-        ):
+        if request.sampler.mechanisms != mechanisms or tally.states.keys() != fresh.states.keys():
             raise UserError("the samplers of one run must have the same mechanisms")
-        return replace(tally, queued=jnp.int32(len(tokens)), queue_action=jnp.int32(action))
+        rewinds = f"~{row.rewinds}" if row.rewinds else ""
+        forwards = (token.forwards for token in (*row.tokens, *row.retracted_tokens))
+        return Arrival(
+            history=history,
+            confidences=confidences,
+            prompt_length=np.int32(len(request.prompt)),
+            cached=np.int32(self.cached),
+            budget=np.int32(self.budget),
+            # Each rewind gives other random numbers.
+            keys=row_key(request.seed, request.row_id + rewinds),
+            asks_for_text=np.bool_(request.retrieve is not None),
+            asks_for_choice=np.bool_(request.ask is not None),
+            settings=request.sampler.settings,
+            eos_ids=padded_ids(self._end_ids),
+            tally=replace(
+                tally,
+                queued=jnp.int32(len(self.forced.tokens)),
+                queue_action=jnp.int32(self.forced.action),
+            ),
+            forwards=np.int32(max(forwards, default=0)),
+        )
 
     def has_cached(self, other: "RunningRow") -> bool:
         """Whether the slot of this row has cached another row's text except its last token. New

@@ -55,7 +55,8 @@ class Layout:
 
     @cached_property
     def numbers(self) -> np.ndarray:
-        """The row of the state that each slot is, int32 [B]."""
+        """The row of the state that each slot is, int32 [B]. NumPy, because creating one of them on
+        the device would need a program."""
         return np.flatnonzero(self.slot_of >= 0).astype(np.int32)
 
 
