@@ -40,7 +40,6 @@ from entropix_jax.cli.options import EXIT_OK, run_command
 from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.prefill import prefill
 from entropix_jax.engine.preparation import (
-    DECODE_WINDOW,
     MAX_PREFILL,
     MAX_STEPS,
     MIN_CAPACITY,
@@ -53,7 +52,8 @@ from entropix_jax.engine.programs import decode_for_backend
 from entropix_jax.engine.prompts import TOGETHER, may_join
 from entropix_jax.engine.results import Request, Row
 from entropix_jax.engine.search import METHODS, Method, Search, recording_for, run_searches
-from entropix_jax.engine.state import DecodeState, Program, init_state
+from entropix_jax.engine.slots import Layout, empty_slots
+from entropix_jax.engine.state import RUNNING, DecodeState, Program
 from entropix_jax.errors import UserError
 from entropix_jax.host.compile_cache import use_compilation_cache
 from entropix_jax.model.cache import KVCache, cache_dtype, init_cache
@@ -64,7 +64,6 @@ from entropix_jax.model.loading import TINY, load
 from entropix_jax.model.params import Params, init_params
 from entropix_jax.model.precision import ACTIVATIONS, AUTO, INT8, Precision, choose_precision
 from entropix_jax.sampler.calibration import generic_calibration
-from entropix_jax.sampler.draw import row_key
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.presets import choose_sampler, load_sampler
 from entropix_jax.sampler.sampler import Sampler
@@ -73,7 +72,6 @@ from entropix_jax.sampler.settings import Parts, SamplerSettings
 RANDOM_1B = "1b"
 DEFAULT, GREEDY, MIN_P = "entropix", "greedy", "min-p"
 TYPES = ("bfloat16", "float32", INT8)
-NOBODY = np.full(1, -1, np.int32)  # no token ends a row
 
 
 @dataclass(frozen=True)
@@ -123,17 +121,20 @@ class Model:
     def state(self, sampler: Sampler, batch: int, context: int, capacity: int) -> DecodeState:
         """Returns rows with `context` random tokens each, none of them cached."""
         tokens = np.random.default_rng(0).integers(0, self.config.vocab_size, (batch, context))
-        settings = self._settings(sampler)
-        return init_state(
+        state = empty_slots(
             self.config,
-            tokens.tolist(),
-            [capacity - context] * batch,
-            np.stack([row_key(0, str(row)) for row in range(batch)]),
-            jax.tree.map(lambda leaf: jnp.stack([leaf] * batch), settings),
-            NOBODY,
+            Layout(batch, 0, 1),
+            self._settings(sampler),
             mechanisms=MECHANISMS,
             capacity=capacity,
             dtype=self.precision.activations,
+        )
+        return replace(
+            state,
+            history=state.history.at[:, :context].set(tokens),
+            prompt_length=jnp.full_like(state.prompt_length, context),
+            budget=jnp.full_like(state.budget, capacity - context),
+            status=jnp.full_like(state.status, RUNNING),
         )
 
     def decode(self, name: str, batch: int, context: int, steps: int) -> Timed:
@@ -142,9 +143,7 @@ class Model:
         sampler = choose_sampler(preset, changes).with_values({"branch.per_row": 0})
         capacity = bucket(context + steps, 256)
         used = sampler.parts(self._settings(sampler)).used
-        program = Program(
-            Parts(MECHANISMS, used), min(bucket(context + steps, DECODE_WINDOW), capacity)
-        )
+        program = Program(Parts(MECHANISMS, used), capacity)
         run = partial(decode_for_backend(), config=self.config, max_steps=max(MAX_STEPS, steps))
 
         def seconds() -> float:
@@ -165,7 +164,7 @@ class Model:
     def bare(self, batch: int, context: int, steps: int, *, stats: bool = False) -> Timed:
         """Times a step of the model and an argmax, with or without attention's statistics."""
         capacity = bucket(context + steps, 256)
-        window, config = min(bucket(context + steps, DECODE_WINDOW), capacity), self.config
+        config = self.config
 
         @partial(jax.jit, donate_argnums=1)
         def run(params: Params, cache: KVCache, token: jax.Array) -> Any:
@@ -173,7 +172,7 @@ class Model:
                 token, cache = carry
                 count = jnp.ones_like(token)
                 hidden, attention, cache = forward(
-                    params, config, token[:, None], count, cache, window=window
+                    params, config, token[:, None], count, cache, window=capacity
                 )
                 logits = unembed(params, hidden[:, 0])
                 if stats:

@@ -12,8 +12,9 @@ from flax import struct
 from jax.sharding import Mesh
 
 from entropix_jax.engine.preparation import CalibratedSampler
-from entropix_jax.engine.state import RUNNING, STOPPED, DecodeState, init_state
+from entropix_jax.engine.state import RUNNING, STOPPED, DecodeState, Fork
 from entropix_jax.errors import UserError
+from entropix_jax.model.cache import init_cache
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.finite import NOWHERE
 from entropix_jax.model.mesh import (
@@ -88,22 +89,55 @@ def empty_slots(
     dtype: jnp.dtype,
     mesh: Mesh | None = None,
 ) -> DecodeState:
-    """Slots without rows, sharded over `mesh`; `settings` are any one row's, for their shapes."""
-    number = layout.slots
-    state = init_state(
-        config,
-        [()] * number,
-        [0] * number,
-        np.zeros((number, 2), np.uint32),
-        jax.tree.map(lambda x: np.broadcast_to(x, (number, *np.shape(x))), settings),
-        np.full(_MAX_EOS, -1, np.int32),
-        mechanisms=mechanisms,
-        capacity=capacity,
-        dtype=dtype,
+    """Returns slots and lanes without rows, sharded over `mesh`.
+
+    Args:
+        settings: of any row.
+        mechanisms: of the sampler.
+        capacity: cache positions of a row.
+        dtype: of the activations, see `cache_dtype`.
+    """
+    places = len(layout.slot_of)
+    sampler = init_sampler_state(places, mechanisms)
+
+    # NumPy, sent to the device at once: there, each array would be a program to load.
+    def full(value: Any, *axes: int, dtype: Any = np.int32) -> Any:
+        return np.full((places, *axes), value, dtype)
+
+    state = DecodeState(
+        cache=init_cache(config, places, capacity, dtype),
+        history=full(0, capacity),
+        confidences=full(0, capacity, dtype=np.float32),
+        prompt_length=full(0),
+        budget=full(0),
+        keys=full(0, 2, dtype=np.uint32),
+        asks_for_text=full(False, dtype=bool),
+        asks_for_choice=full(False, dtype=bool),
+        settings=jax.tree.map(lambda x: np.broadcast_to(x, (places, *np.shape(x))), settings),
+        eos_ids=full(-1, _MAX_EOS),
+        sampler=sampler,
+        fork=Fork(
+            parent=np.arange(places, dtype=np.int32),  # type: ignore[arg-type]
+            branch=full(-1),
+            width=full(0),
+            waited=full(0),
+            candidates=full(0, MAX_WIDTH),
+            scores=full(0, MAX_WIDTH, dtype=np.float32),
+            start=full(0),
+            forwards=full(0),
+            tally=jax.tree.map(np.array, sampler.tally),  # donated: no leaf twice
+            logprob=full(0, dtype=np.float32),
+            sums=full(0, 3, dtype=np.float32),
+            failed=full(False, dtype=bool),
+        ),
+        forwards=full(0),
+        status=full(STOPPED),
+        parked=full(False, dtype=bool),
+        unsound=full(NOWHERE, 2),
         lanes=layout.lanes,
-        shards=layout.shards,
     )
-    return state if mesh is None else place(state, row_shardings(mesh, state))
+    placed: DecodeState = jax.device_put(state)
+    return placed if mesh is None else place(placed, row_shardings(mesh, placed))
 
 
 def emptied(state: DecodeState) -> DecodeState:

@@ -1,25 +1,20 @@
 """The state of a batch while it decodes, and the record of each step."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
-from entropix_jax.model.cache import KVCache, init_cache
-from entropix_jax.model.config import ModelConfig
-from entropix_jax.model.finite import NOWHERE
-from entropix_jax.sampler.settings import MAX_WIDTH, Parts, SamplerSettings
+from entropix_jax.model.cache import KVCache
+from entropix_jax.sampler.settings import Parts, SamplerSettings
 from entropix_jax.sampler.state import (
     Choice,
     RowView,
     SamplerState,
     Step,
     Tally,
-    init_sampler_state,
 )
 from entropix_jax.stats import AttnStats, top
 
@@ -157,90 +152,6 @@ class StepRecord:
     candidates: jax.Array  # int32 [P, W], with the first of these tokens
     logprobs: jax.Array  # float32 [P, W], of those, nats
     joined: Joined
-
-
-def init_state(
-    config: ModelConfig,
-    prompts: Sequence[Sequence[int]],
-    budgets: Sequence[int],
-    keys: np.ndarray,
-    settings: SamplerSettings,
-    eos_ids: np.ndarray,
-    *,
-    mechanisms: Sequence[Any],
-    capacity: int,
-    dtype: jnp.dtype,
-    lanes: int = 0,
-    shards: int = 1,
-) -> DecodeState:
-    """Returns the state of rows with uncached prompts and no hooks.
-
-    Args:
-        prompts: each of 1 to `capacity` token ids; with its budget it must fit into `capacity`. A
-            row that is not to run may have an empty one.
-        budgets: tokens that each row may generate, at least 1; 0 for a row that is not to run.
-        keys: uint32 [B, 2], one row key each.
-        settings: of each row.
-        eos_ids: int32 [B, E], or [E] for all rows.
-        mechanisms: `Mechanism`s, of the sampler.
-        capacity: cache positions of a row.
-        dtype: of the activations, see `cache_dtype`.
-        lanes: rows of each shard beside those, for branches.
-        shards: of the rows over devices. Each shard has its slots first, then its lanes.
-    """
-    batch = len(prompts)
-    history = np.zeros((batch, capacity), np.int32)
-    for row, prompt in enumerate(prompts):
-        history[row, : len(prompt)] = prompt
-
-    def spread(rows: Any) -> Any:
-        """[B, ...] as [P, ...]: each shard's lanes are copies of its first row."""
-        parts = np.split(np.asarray(rows), shards)
-        return np.concatenate([x for part in parts for x in (part, *[part[:1]] * lanes)])
-
-    # NumPy, sent to the device at once: there, each array would be a program to load.
-    def full(value: Any, *axes: int, dtype: Any = np.int32) -> Any:
-        return np.full((places, *axes), value, dtype)
-
-    places, budget = batch + shards * lanes, spread(np.array(budgets, np.int32))
-    sampler = init_sampler_state(places, mechanisms)
-    number: Any = np.arange(places, dtype=np.int32)
-    is_lane = number % (places // shards) >= batch // shards
-    status: Any = np.where(is_lane | (budget == 0), STOPPED, RUNNING).astype(np.int32)
-    state = DecodeState(
-        cache=init_cache(config, places, capacity, dtype),
-        history=spread(history),
-        confidences=full(0, capacity, dtype=np.float32),
-        prompt_length=spread(np.array([len(prompt) for prompt in prompts], np.int32)),
-        budget=budget,
-        keys=spread(keys),
-        asks_for_text=full(False, dtype=bool),
-        asks_for_choice=full(False, dtype=bool),
-        settings=jax.tree.map(spread, settings),
-        eos_ids=spread(np.broadcast_to(eos_ids, (batch, np.shape(eos_ids)[-1]))),
-        sampler=sampler,
-        fork=Fork(
-            parent=number,
-            branch=full(-1),
-            width=full(0),
-            waited=full(0),
-            candidates=full(0, MAX_WIDTH, dtype=np.int32),
-            scores=full(0, MAX_WIDTH, dtype=np.float32),
-            start=full(0),
-            forwards=full(0),
-            tally=jax.tree.map(np.array, sampler.tally),  # donated: no leaf twice
-            logprob=full(0, dtype=np.float32),
-            sums=full(0, 3, dtype=np.float32),
-            failed=full(False, dtype=bool),
-        ),
-        forwards=full(0),
-        status=status,
-        parked=full(False, dtype=bool),
-        unsound=full(NOWHERE, 2),
-        lanes=lanes,
-    )
-    placed: DecodeState = jax.device_put(state)
-    return placed
 
 
 def extras_of(logits: jax.Array, stats: AttnStats, recording: Recording) -> Extras:

@@ -13,15 +13,14 @@ import pytest
 
 from entropix_jax.engine.decode import decode
 from entropix_jax.engine.memory import plan_memory
-from entropix_jax.engine.state import DecodeState, Program, init_state
+from entropix_jax.engine.state import DecodeState, Program
 from entropix_jax.model.cache import KVCache, init_cache
 from entropix_jax.model.linear import Weight, arranged, quantized
 from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.params import Params, ParamSpec, param_specs
 from entropix_jax.model.precision import choose_precision
 from entropix_jax.sampler.draw import row_key
-from entropix_jax.sampler.mechanisms import MECHANISMS
-from tests.support.models import tiny_config
+from tests.support.models import tiny_config, uncached
 from tests.support.samplers import FEW, LANES, LITERAL, batch_of, params_of
 
 pytestmark = pytest.mark.slow
@@ -58,16 +57,14 @@ def params_in(weights: str) -> Params:
 
 
 def state_of(batch: int, capacity: int = CAPACITY) -> DecodeState:
-    return init_state(
+    return uncached(
         CONFIG,
         [[1, 2, 3]] * batch,
         [100] * batch,
         np.stack([row_key(0, str(row)) for row in range(batch)]),
         batch_of(*[params_of(LITERAL, num_layers=CONFIG.num_layers)] * batch),
         np.full(1, -1, np.int32),
-        mechanisms=MECHANISMS,
         capacity=capacity,
-        dtype=jnp.dtype("float32"),
         lanes=LANES,
     )
 

@@ -24,13 +24,11 @@ from entropix_jax.engine.state import (
     Program,
     Recording,
     StepRecord,
-    init_state,
 )
 from entropix_jax.model.mesh import param_shardings, parse_mesh, place, row_shardings
 from entropix_jax.model.params import Params
 from entropix_jax.sampler.draw import row_key
-from entropix_jax.sampler.mechanisms import MECHANISMS
-from tests.support.models import random_params, tiny_config
+from tests.support.models import random_params, tiny_config, uncached
 from tests.support.samplers import ARMS, FEW, LANES, LITERAL, Line, Told, batch_of, params_of
 
 MESHES = ("data=8", "model=8", "data=2,model=4")
@@ -62,7 +60,7 @@ def rows(shards: int) -> tuple[Params, DecodeState]:
     params = replace(params, head=5.0 * params.head)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, CONFIG.vocab_size, 3 + i).tolist() for i in range(BATCH)]
-    state = init_state(
+    state = uncached(
         CONFIG,
         prompts,
         [32 - 3 * (i % 5) for i in range(BATCH)],
@@ -74,9 +72,7 @@ def rows(shards: int) -> tuple[Params, DecodeState]:
             )
         ),
         np.full(2, -1, np.int32),
-        mechanisms=MECHANISMS,
         capacity=CAPACITY,
-        dtype=jnp.dtype(jnp.float32),
         lanes=LANES,
         shards=shards,
     )

@@ -12,12 +12,14 @@ import numpy as np
 
 from entropix_jax.engine.decode import decode
 from entropix_jax.engine.prefill import prefill
-from entropix_jax.engine.state import DecodeState, Program, StepRecord, init_state
+from entropix_jax.engine.slots import Layout, empty_slots
+from entropix_jax.engine.state import RUNNING, DecodeState, Program, StepRecord
 from entropix_jax.model.cache import KVCache, init_cache
 from entropix_jax.model.config import ModelConfig, RopeScaling
 from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.params import Params, ParamSpec, param_specs
 from entropix_jax.sampler.calibration import generic_calibration
+from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.metrics import Metrics, measure
 from entropix_jax.sampler.presets import load_sampler
@@ -118,6 +120,44 @@ def sampler_params(config: ModelConfig, batch: int, preset: str = "greedy") -> S
     return jax.tree.map(lambda leaf: jnp.stack([leaf] * batch), params)
 
 
+def uncached(
+    config: ModelConfig,
+    prompts: Sequence[Sequence[int]],
+    budgets: Sequence[int],
+    keys: np.ndarray,
+    settings: SamplerSettings,
+    eos_ids: np.ndarray,
+    *,
+    capacity: int,
+    mechanisms: tuple[Mechanism, ...] = MECHANISMS,
+    lanes: int = 0,
+    shards: int = 1,
+) -> DecodeState:
+    """Float32 rows whose prompts are not cached; the settings are those of each row."""
+    layout = Layout(len(prompts), lanes, shards)
+    first = jax.tree.map(lambda x: x[0], settings)
+    state = empty_slots(
+        config, layout, first, mechanisms=mechanisms, capacity=capacity, dtype=jnp.dtype("float32")
+    )
+    history = np.zeros((len(prompts), capacity), np.int32)
+    for row, prompt in enumerate(prompts):
+        history[row, : len(prompt)] = prompt
+
+    def put(rows: jax.Array, own: Any) -> jax.Array:
+        return rows.at[layout.numbers].set(own)
+
+    return replace(
+        state,
+        history=put(state.history, history),
+        prompt_length=put(state.prompt_length, np.array([*map(len, prompts)])),
+        budget=put(state.budget, np.array(budgets)),
+        keys=put(state.keys, keys),
+        settings=jax.tree.map(put, state.settings, settings),
+        eos_ids=jnp.broadcast_to(jnp.asarray(eos_ids), (len(layout.slot_of), len(eos_ids))),
+        status=put(state.status, RUNNING),
+    )
+
+
 def start(
     params: Params,
     config: ModelConfig,
@@ -128,16 +168,14 @@ def start(
     eos: Sequence[int] = (-1,),
 ) -> DecodeState:
     """Greedy rows whose prompts are cached, but for each last token."""
-    state = init_state(
+    state = uncached(
         config,
         prompts,
         budgets,
         np.zeros((len(prompts), 2), np.uint32),
         sampler_params(config, len(prompts)),
         np.asarray(eos, np.int32),
-        mechanisms=MECHANISMS,
         capacity=capacity,
-        dtype=jnp.dtype(jnp.float32),
     )
     count = jnp.asarray([len(prompt) - 1 for prompt in prompts], jnp.int32)
     tokens = jnp.array(state.history)  # a copy: the state is donated

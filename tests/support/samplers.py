@@ -18,7 +18,6 @@ from entropix_jax.engine.state import (
     DecodeState,
     Program,
     StepRecord,
-    init_state,
 )
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.params import Params
@@ -34,7 +33,7 @@ from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.sampler.settings import Parts, SamplerSettings
 from entropix_jax.sampler.state import Observation, Proposal, SamplerState, init_sampler_state
 from entropix_jax.stats import AttnStats
-from tests.support.models import random_params, tiny_config
+from tests.support.models import random_params, tiny_config, uncached
 
 # A sampler's file with the documents' numbers as thresholds, and an arm in each regime.
 LITERAL = str(Path(__file__).with_name("literal.toml"))
@@ -310,7 +309,7 @@ def start(
     parts: Parts = PARTS,
 ) -> DecodeState:
     """The state of a batch whose prompts are cached, all but their last tokens."""
-    state = init_state(
+    state = uncached(
         config,
         [job.prompt for job in jobs],
         [job.budget for job in jobs],
@@ -319,7 +318,6 @@ def start(
         np.asarray(eos_ids, np.int32),
         mechanisms=parts.mechanisms,
         capacity=capacity,
-        dtype=jnp.dtype(jnp.float32),
         lanes=LANES,
     )
     tokens = state.history[: len(jobs), : capacity // 2]
