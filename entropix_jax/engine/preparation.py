@@ -127,32 +127,21 @@ def calibrate_sampler(sampler: Sampler, model: LanguageModel) -> CalibratedSampl
     """Resolves a sampler's percentiles with the model's quantile tables, or with the generic ones.
 
     Raises:
-        UserError: the model's calibration file is damaged or of another model, thresholds cross
-            after resolution, or see `sampler_settings`.
+        UserError: the model's calibration file is damaged, of another format or of another model,
+            thresholds cross after resolution, or see `sampler_settings`.
     """
-    calibration = model_calibration(model)
-    where = str(model.calibration_file) if not calibration.generic else "the generic table"
+    path, renew = model.calibration_file, f"entropix-jax calibrate --model {model.folder}"
+    if path.exists():
+        calibration, where = read_calibration(path, renew), str(path)
+        calibration.check_model(model_shape(model), where, renew)
+    else:
+        calibration, where = generic_calibration(), "the generic table"
     notes = sampler.notes
     if calibration.generic and sampler.follows_tables:
-        renew = f"`entropix-jax calibrate --model {model.folder}` measures its own"
-        notes = (*notes, f"the model has no calibration: the generic table is used; {renew}")
+        own = f"`{renew}` measures its own"
+        notes = (*notes, f"the model has no calibration: the generic table is used; {own}")
     resolved = replace(sampler.resolve(calibration, where), notes=notes)
     return CalibratedSampler(resolved, sampler_settings(model, resolved), calibration)
-
-
-def model_calibration(model: LanguageModel) -> Calibration:
-    """Returns the tables of the model's calibration file, or the generic ones if there is none.
-
-    Raises:
-        UserError: the file is damaged, of another format, or of another model.
-    """
-    path = model.calibration_file
-    if not path.exists():
-        return generic_calibration()
-    renew = f"entropix-jax calibrate --model {model.folder}"
-    calibration = read_calibration(path, renew)
-    calibration.check_model(model_shape(model), str(path), renew)
-    return calibration
 
 
 def model_shape(model: LanguageModel) -> dict[str, int]:
