@@ -4,9 +4,8 @@ compiled ones."""
 import logging
 import threading
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -29,15 +28,6 @@ class CompileError(Exception):
     """A program could not be compiled. The compiler's own error is the cause."""
 
 
-@dataclass(frozen=True)
-class _Job:
-    key: Hashable
-    name: str
-    function: Any  # jitted
-    arguments: tuple[Any, ...]  # shapes of the traced ones
-    static: Mapping[str, Any]
-
-
 class Programs:
     """Programs by key. One thread compiles them, urgent ones first."""
 
@@ -46,7 +36,8 @@ class Programs:
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._errors: dict[Hashable, Exception] = {}
         self._wanted: set[Hashable] = set()
-        self._jobs: deque[_Job] = deque()
+        # Names and functions that compile. The first one is next.
+        self._jobs: OrderedDict[Hashable, tuple[str, Callable[[], Any]]] = OrderedDict()
         self._changed = threading.Condition()
 
     def __contains__(self, key: Hashable) -> bool:
@@ -84,24 +75,16 @@ class Programs:
         if key in self._errors and not ahead:
             self._wanted.discard(key)
             raise CompileError(f"compiling {name} failed") from self._errors.pop(key)
-        if key in self._wanted:
-            if urgent:
-                self._move_forward(key)
-            return
-        self._wanted.add(key)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
         with self._changed:
-            job = _Job(key, name, function, shapes, static)
-            self._jobs.insert(0 if urgent else len(self._jobs), job)
-            if self.compiling is None:
-                self.compiling = name
-                threading.Thread(target=self._compile, name="compiler").start()
-
-    def _move_forward(self, key: Hashable) -> None:
-        with self._changed:
-            for job in [job for job in self._jobs if job.key == key]:
-                self._jobs.remove(job)
-                self._jobs.appendleft(job)
+            if key not in self._wanted:
+                self._wanted.add(key)
+                shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+                self._jobs[key] = name, lambda: function.lower(*shapes, **static).compile()
+                if self.compiling is None:
+                    self.compiling = name
+                    threading.Thread(target=self._compile, name="compiler").start()
+            if urgent and key in self._jobs:
+                self._jobs.move_to_end(key, last=False)
 
     def wait(self, seconds: float) -> None:
         """Waits until a program is compiled, or for the timeout."""
@@ -117,16 +100,15 @@ class Programs:
                     self.compiling = None
                     self._changed.notify_all()
                     return
-                job = self._jobs.popleft()
-                self.compiling = job.name
+                key, (name, compile_program) = self._jobs.popitem(last=False)
+                self.compiling = name
             began = time.perf_counter()
-            _LOG.info("compiling %s ...", job.name)
+            _LOG.info("compiling %s ...", name)
             try:
-                program = job.function.lower(*job.arguments, **job.static).compile()
-                self._compiled[job.key] = program
-                _LOG.info("compiled %s in %.1f s", job.name, time.perf_counter() - began)
+                self._compiled[key] = compile_program()
+                _LOG.info("compiled %s in %.1f s", name, time.perf_counter() - began)
             except Exception as error:
-                _LOG.error("compiling %s failed", job.name, exc_info=error)
-                self._errors[job.key] = error
+                _LOG.error("compiling %s failed", name, exc_info=error)
+                self._errors[key] = error
             with self._changed:
                 self._changed.notify_all()
