@@ -145,7 +145,7 @@ def trace(args: argparse.Namespace, program: str, batch: int, devices: Any) -> A
     )
     shards = 1 if mesh is None else mesh.shape[DATA]
     needed = lanes_for(CalibratedSampler(sampler, settings, calibration))
-    lanes = shared_lanes(batch // shards, needed) if needed else 0
+    lanes = shared_lanes(batch // shards, needed)
     state = jax.eval_shape(
         lambda: empty_slots(
             CONFIG,

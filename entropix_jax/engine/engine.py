@@ -56,8 +56,8 @@ _MOST_IDLE = 8  # chunks in a row that make no step; more is a defect
 
 def shared_lanes(slots: int, needed: int = MAX_WIDTH - 1) -> int:
     """Returns the number of lanes for `slots` slots if a row needs `needed`, by default the
-    maximum."""
-    return max(needed, slots // _SLOTS_PER_LANE)
+    maximum. Many rows share more lanes than one row needs."""
+    return max(needed, slots // _SLOTS_PER_LANE) if needed else 0
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,8 @@ class Engine:
         self._stopping = False
         self._kept: tuple[DecodeState, list[RunningRow | None]] | None = None  # of the run before
         self._layout = Layout(slots, 0, 1 if model.mesh is None else model.mesh.shape[DATA])
-        self._check_cache(self._shared_lanes(MAX_WIDTH - 1) if widest else 0)
+        per_shard = slots // self._layout.shards
+        self._check_cache(shared_lanes(per_shard, MAX_WIDTH - 1 if widest else 0))
 
     @property
     def used(self) -> float:
@@ -391,10 +392,6 @@ class Engine:
     def _lanes_for(self, row: RunningRow) -> int:
         """The lanes of a shard that a row needs."""
         needed = MAX_WIDTH - 1 if self._widest else lanes_for(row.request.sampler)
-        return self._shared_lanes(needed) if needed else 0
-
-    def _shared_lanes(self, needed: int) -> int:
-        """Returns more lanes than one row needs if many rows share them."""
         return shared_lanes(self._layout.slots // self._layout.shards, needed)
 
     def _check_cache(self, lanes: int) -> None:

@@ -11,7 +11,6 @@ from entropix_jax.engine.slots import Layout
 from entropix_jax.engine.state import Extras, Joined, Recording, StepRecord
 from entropix_jax.engine.trace import TokenRecord, plain
 from entropix_jax.names import REGIMES
-from entropix_jax.sampler.state import Observation
 
 Decode = Callable[[Sequence[int]], str]  # a tokenizer's `decode_within`
 _REQUIRED = [field.name for field in fields(TokenRecord) if field.default is MISSING]
@@ -97,6 +96,7 @@ def _step_tokens(
 ) -> list[TokenRecord]:
     """The token of each record, whose fields are [n, ...]."""
     choice, proposal = records.choice, records.choice.proposal
+    observation = choice.observation
     columns: dict[str, Sequence[Any]] = {
         "row": rows,
         "position": plain(records.position),
@@ -109,7 +109,13 @@ def _step_tokens(
         "top_p": plain(proposal.top_p),
         "min_p": plain(proposal.min_p),
         "forwards": plain(records.forwards),
-        **_observed(choice.observation),
+        "regime": [REGIMES[regime] for regime in plain(observation.regime)],
+        "loop": plain(observation.rounds > 0),
+        "sequence_varentropy": plain(observation.sequence_varentropy),
+        "confidence": plain(observation.confidence),
+        "token_confidence": plain(observation.token_confidence),
+        "self_certainty": plain(observation.self_certainty),
+        **{name: plain(values) for name, values in vars(observation.metrics).items()},
         **extras_fields(records.extras, recording, decode),
     }
     if recording.state:
@@ -147,16 +153,3 @@ def extras_fields(extras: Extras, recording: Recording, decode: Decode) -> dict[
     if recording.layers:
         fields["layers"] = [*extras.layers] if recording.raw_layers else plain(extras.layers)
     return fields
-
-
-def _observed(observation: Observation) -> dict[str, list[Any]]:
-    """The fields of n tokens' records that describe the distributions they were drawn from."""
-    return {
-        "regime": [REGIMES[regime] for regime in plain(observation.regime)],
-        "loop": plain(observation.rounds > 0),
-        "sequence_varentropy": plain(observation.sequence_varentropy),
-        "confidence": plain(observation.confidence),
-        "token_confidence": plain(observation.token_confidence),
-        "self_certainty": plain(observation.self_certainty),
-        **{name: plain(values) for name, values in vars(observation.metrics).items()},
-    }
