@@ -25,7 +25,7 @@ from entropix_jax.model.mesh import local_index
 from entropix_jax.model.write import copy_runs
 from entropix_jax.sampler.context import where_rows
 from entropix_jax.sampler.regimes import HEHV, LEHV
-from entropix_jax.sampler.settings import MAX_WIDTH, Parts, SamplerSettings
+from entropix_jax.sampler.settings import MAX_WIDTH, Parts
 from entropix_jax.sampler.state import Choice, Step, with_token
 
 _BLOCK = 32  # positions that are copied at once; larger blocks take long to compile
@@ -149,20 +149,13 @@ def grow(
     return replace(state, fork=fork), grows & ends
 
 
-def _score(sums: jax.Array, depth: jax.Array, settings: SamplerSettings) -> jax.Array:
-    """Returns the score of branches of `depth[B]` tokens: float32 [B], nats. `sums[B, 3]` are the
-    float32 sums of log p (nats), h (bits) and u (bits^2)."""
-    own = settings.own["branch"]
-    logprob, entropy, varentropy = (sums / jnp.maximum(depth, 1)[:, None].astype(jnp.float32)).T
-    scores: jax.Array = logprob - own.entropy_weight * entropy - own.varentropy_weight * varentropy
-    return scores
-
-
 def join_forks(state: DecodeState, parts: Parts) -> tuple[DecodeState, Joined]:
-    """Replaces each row whose branches have all ended by its best branch.
+    """Ends the forks whose branches have all ended, and decides what each of their rows commits.
 
-    If the choice is ambiguous and the row asks, it instead goes back to the fork and waits for the
-    host. A row that commits only the first token goes back and is forced to take it.
+    - `waits`: nothing. The choice is ambiguous and the row asks the host. It goes back to the fork.
+    - `whole`: all tokens of the best branch, whose state replaces the row's.
+    - `forced`: the first token of the best branch. The row goes back to the fork, and its next step
+      takes that token.
     """
     places = state.status.shape[0]
     if not parts.acts:
@@ -177,29 +170,25 @@ def join_forks(state: DecodeState, parts: Parts) -> tuple[DecodeState, Joined]:
     open_ = mine & ((state.status != BRANCH_ENDED) | state.parked)[None]
     joins = jnp.any(mine, axis=1) & ~jnp.any(open_, axis=1)
 
-    # Scores, by row and branch.
+    # The best branch of each row.
     depth = state.cache.length - fork.start
-    scored = jnp.where(fork.failed, -jnp.inf, _score(fork.sums, depth, state.settings))
-    number = jnp.arange(MAX_WIDTH, dtype=jnp.int32)[None, :]
-    at = mine[:, None] & (fork.branch[None] == number.T)[None]  # [B, W, P]
-    scores = jnp.max(jnp.where(at, scored[None, None], -jnp.inf), axis=-1)
-    place = jnp.arange(places, dtype=jnp.int32)[None, None]
-    rows = jnp.max(jnp.where(at, place, 0), axis=-1)
-    best = jnp.argmax(scores, axis=-1).astype(jnp.int32)
-    winner = jnp.take_along_axis(rows, best[:, None], axis=1)[:, 0]
+    scores, best, winner = _rank(state, mine, depth)
+    is_best = jnp.arange(MAX_WIDTH, dtype=jnp.int32)[None, :] == best[:, None]
     first = jnp.max(scores, axis=-1)
-    second = jnp.max(jnp.where(number == best[:, None], -jnp.inf, scores), axis=-1)
+    second = jnp.max(jnp.where(is_best, -jnp.inf, scores), axis=-1)
     own = jax.tree.map(lambda x: x[:batch], state.settings.own["branch"])
     ambiguous = (second > -jnp.inf) & (first - second < own.margin)
     evaluated = jnp.sum(jnp.where(mine, depth[None], 0), axis=1)
     depth = depth[winner]
 
-    # The row's new state.
+    # What each row commits.
     waits = joins & ambiguous & state.asks_for_choice[:batch]
     whole = joins & ~waits & (own.commit_all | (depth == 1))
     forced = joins & ~waits & ~whole
-    state = _take_winners(state, whole & (winner != slots), winner)
+    committed = jnp.where(whole, depth, 0)
 
+    # The row's new state.
+    state = _take_winners(state, whole & (winner != slots), winner)
     fork = state.fork
     tally = where_rows(whole, *jax.tree.map(lambda x: x[:batch], (state.sampler.tally, fork.tally)))
     branch = tally.states["branch"]
@@ -212,7 +201,7 @@ def join_forks(state: DecodeState, parts: Parts) -> tuple[DecodeState, Joined]:
     start, history = fork.start[:batch], state.history[:batch]
     chosen = jnp.take_along_axis(fork.candidates[:batch], best[:, None], axis=1)[:, 0]
     target = jnp.where(forced, start, history.shape[1])
-    end = start + jnp.where(whole, depth, 0)
+    end = start + committed
     last = jnp.take_along_axis(history, jnp.maximum(end - 1, 0)[:, None], axis=1)[:, 0]
     left = state.budget[:batch] - (end - state.prompt_length[:batch])
     status = status_after(left, last, state.eos_ids[:batch])
@@ -233,13 +222,34 @@ def join_forks(state: DecodeState, parts: Parts) -> tuple[DecodeState, Joined]:
     )
     over = is_branch & jnp.take(joins, parent, mode="clip")
     state = _leave(state, over & (jnp.arange(places, dtype=jnp.int32) >= batch))
-    committed = jnp.where(whole, depth, 0)
 
     def fill(rows: jax.Array) -> jax.Array:
         """[B, ...] as [P, ...], 0 in the lanes."""
         return jnp.pad(rows, [(0, places - batch), *[(0, 0)] * (rows.ndim - 1)])
 
     return state, jax.tree.map(fill, Joined(joins, best, committed, scores, ambiguous))
+
+
+def _rank(
+    state: DecodeState, mine: jax.Array, depth: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Scores the branches of each row, `mine[B, P]`, with `depth[P]` tokens each.
+
+    Returns their scores, float32 [B, W] nats, -inf for a missing or failed branch; the index of the
+    best one, int32 [B]; and its place in the state, int32 [B].
+    """
+    fork, own = state.fork, state.settings.own["branch"]
+    means = fork.sums / jnp.maximum(depth, 1)[:, None].astype(jnp.float32)
+    logprob, entropy, varentropy = means.T
+    score = logprob - own.entropy_weight * entropy - own.varentropy_weight * varentropy
+    score = jnp.where(fork.failed, -jnp.inf, score)
+    number = jnp.arange(MAX_WIDTH, dtype=jnp.int32)[:, None]
+    at = mine[:, None] & (fork.branch[None] == number)[None]  # [B, W, P]
+    scores = jnp.max(jnp.where(at, score[None, None], -jnp.inf), axis=-1)
+    place = jnp.arange(len(score), dtype=jnp.int32)[None, None]
+    places = jnp.max(jnp.where(at, place, 0), axis=-1)
+    best = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    return scores, best, jnp.take_along_axis(places, best[:, None], axis=1)[:, 0]
 
 
 def _begin(state: DecodeState, begins: jax.Array, branch: jax.Array) -> DecodeState:
