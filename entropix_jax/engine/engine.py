@@ -325,13 +325,13 @@ class Engine:
         for slot, row in enumerate(roster.slots):
             if row is not None and row.running:
                 if row.moved:  # what it has kept is cached there
-                    self._insert(slot, row, cached=len(row.text) - 1)
+                    self._insert(slot, row, cached=len(row.prefix))
                 continue
             if self._stopping or (fresh := self._next_row()) is None:
                 continue
             roster.slots[slot] = fresh
             if row is not None and fresh.row.tokens and row.has_cached(fresh):
-                self._insert(slot, fresh, cached=len(fresh.text) - 1)
+                self._insert(slot, fresh, cached=len(fresh.prefix))
             else:
                 shared = row.shared(fresh) if self._keep and row is not None else 0
                 self._insert(slot, fresh, cached=shared)
@@ -355,7 +355,7 @@ class Engine:
         if reading:
             with self._decode_compiles():
                 self._state = self._reader.cache(self._state, self._layout, rows, reading, stops)
-        self._reading = [slot for slot in reading if rows[slot].cached < len(rows[slot].text) - 1]
+        self._reading = [slot for slot in reading if rows[slot].cached < len(rows[slot].prefix)]
 
     def _next_row(self) -> RunningRow | None:
         """Removes and returns the next row that can run. Rows whose programs are missing are held,

@@ -98,7 +98,7 @@ class PromptReader:
                 row = rows[slot]
                 source = next((other for other in cached if rows[other].has_cached(row)), None)
                 if source is not None:
-                    row.cached = len(row.text) - 1
+                    row.cached = len(row.prefix)
                     places = layout.numbers[source], layout.numbers[slot]
                     state = share_prefix(state, *places, jnp.int32(row.cached))
                     cached.append(slot)
@@ -121,7 +121,7 @@ class PromptReader:
             # Parts of one size and window can be read in one call.
             alike = defaultdict(list)
             for slot, row in rows.items():
-                if row.cached < (length := len(row.text) - 1):
+                if row.cached < (length := len(row.prefix)):
                     alike[self._part(length, row.cached)].append(slot)
             if not alike:
                 break
@@ -138,7 +138,7 @@ class PromptReader:
     def request(self, state: DecodeState, layout: Layout, row: RunningRow) -> bool:
         """Returns whether the programs that read a row from its start are compiled, and requests
         missing ones."""
-        length, cached, ready = len(row.text) - 1, 0, True
+        length, cached, ready = len(row.prefix), 0, True
         while cached < length:
             size, window = self._part(length, cached)
             ready &= self._has_program(state, layout, 1, size, window)
@@ -208,7 +208,7 @@ class PromptReader:
         count = np.zeros(places, np.int32)
         numbers = np.full(places, len(layout.slot_of), np.int32)  # of padding: no row's
         for i, (slot, row) in enumerate(rows.items()):
-            part = row.text[row.cached : len(row.text) - 1][:size]
+            part = row.prefix[row.cached : row.cached + size]
             tokens[i, : len(part)] = part
             count[i], numbers[i] = len(part), layout.numbers[slot]
             row.cached += len(part)

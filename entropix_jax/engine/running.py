@@ -102,9 +102,14 @@ class RunningRow:
         return self.row.finish_reason is None and not self.left
 
     @property
-    def text(self) -> list[int]:
+    def ids(self) -> list[int]:
         """The prompt and the committed tokens."""
         return [*self._prompt, *(token.token_id for token in self.row.tokens)]
+
+    @property
+    def prefix(self) -> list[int]:
+        """All tokens except the last one. A slot caches them before the row's next step."""
+        return self.ids[:-1]
 
     def arrival(self, mechanisms: tuple[Mechanism, ...], capacity: int) -> Arrival:
         """Returns the row for a slot that has cached the first `cached` tokens of its text.
@@ -112,7 +117,7 @@ class RunningRow:
         Raises:
             UserError: its sampler has other mechanisms.
         """
-        row, request, text = self.row, self.request, [*self.text, *self.forced.tokens]
+        row, request, text = self.row, self.request, [*self.ids, *self.forced.tokens]
         history = np.zeros(capacity, np.int32)
         history[: len(text)] = text
         confidences = np.zeros(capacity, np.float32)
@@ -147,18 +152,18 @@ class RunningRow:
     def has_cached(self, other: "RunningRow") -> bool:
         """Whether the slot of this row has cached another row's text except its last token. New
         rows share only whole prompts, so that they do not depend on the progress of other rows."""
-        text = other.text
-        if self.cached < len(text) - 1:
+        prefix = other.prefix
+        if self.cached < len(prefix):
             return False
         if not other.row.tokens:
             return self._prompt == other._prompt
-        return self.text[: len(text) - 1] == text[:-1]
+        return self.ids[: len(prefix)] == prefix
 
     def shared(self, other: "RunningRow") -> int:
         """Number of tokens of another row's text, without the last one, cached in this slot."""
         if self.row.finish_reason == "error":  # its cache may hold NaN
             return 0
-        both = zip(self.text[: self.cached], other.text[:-1], strict=False)
+        both = zip(self.ids[: self.cached], other.prefix, strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
 
     @property
@@ -337,10 +342,8 @@ class RunningRow:
         """Calls `Request.retrieve`. Returns its text, else the sampler's own thought: the first of
         the two that fits into the budget and holds no token that is never drawn."""
         assert self.request.retrieve is not None
-        row, tokenizer, settings = self.row, self._tokenizer, self.request.sampler.settings
-        text = self.request.retrieve(
-            tokenizer.decode([*self.request.prompt, *(token.token_id for token in row.tokens)])
-        )
+        tokenizer, settings = self._tokenizer, self.request.sampler.settings
+        text = self.request.retrieve(tokenizer.decode(self.ids))
         if not isinstance(text, str):
             raise UserError(f"retrieve gave {text!r}: expected a text, an empty one for none")
         # The name of a control token in a text is not that token: it must not end a row or a turn.
