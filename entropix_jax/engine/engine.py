@@ -607,13 +607,8 @@ class Engine:
             row.answer = None
             padded = np.zeros(self._capacity, np.int32)
             padded[: len(tokens)] = tokens
-            state = answer(
-                state,
-                self._layout.numbers[slot],
-                jnp.asarray(padded),
-                jnp.int32(len(tokens)),
-                jnp.int32(action),
-            )
+            place, count = self._layout.numbers[slot], np.int32(len(tokens))
+            state = answer(state, place, padded, count, np.int32(action))
         ended = np.zeros(state.status.shape, bool)
         for slot, row in enumerate(self._roster.slots):
             reason = None if row is None else row.row.finish_reason
