@@ -92,7 +92,7 @@ def empty_slots(
     """Returns slots and lanes without rows, sharded over `mesh`.
 
     Args:
-        settings: of any row.
+        settings: of any row, for their shapes.
         mechanisms: of the sampler.
         capacity: cache positions of a row.
         dtype: of the activations, see `cache_dtype`.
