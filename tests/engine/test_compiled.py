@@ -8,20 +8,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from entropix_jax.engine.decode import decode
 from entropix_jax.engine.memory import plan_memory
+from entropix_jax.engine.slots import Layout, empty_slots
 from entropix_jax.engine.state import DecodeState, Program
 from entropix_jax.model.cache import KVCache, init_cache
 from entropix_jax.model.linear import Weight, arranged, quantized
 from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.params import Params, ParamSpec, param_specs
 from entropix_jax.model.precision import choose_precision
-from entropix_jax.sampler.draw import row_key
-from tests.support.models import tiny_config, uncached
-from tests.support.samplers import FEW, LANES, LITERAL, batch_of, params_of
+from entropix_jax.sampler.mechanisms import MECHANISMS
+from tests.support.models import tiny_config
+from tests.support.samplers import FEW, LANES, LITERAL, params_of
 
 pytestmark = pytest.mark.slow
 
@@ -57,15 +57,13 @@ def params_in(weights: str) -> Params:
 
 
 def state_of(batch: int, capacity: int = CAPACITY) -> DecodeState:
-    return uncached(
+    return empty_slots(
         CONFIG,
-        [[1, 2, 3]] * batch,
-        [100] * batch,
-        np.stack([row_key(0, str(row)) for row in range(batch)]),
-        batch_of(*[params_of(LITERAL, num_layers=CONFIG.num_layers)] * batch),
-        np.full(1, -1, np.int32),
+        Layout(batch, LANES, 1),
+        params_of(LITERAL, num_layers=CONFIG.num_layers),
+        mechanisms=MECHANISMS,
         capacity=capacity,
-        lanes=LANES,
+        dtype=jnp.dtype("float32"),
     )
 
 
