@@ -407,13 +407,16 @@ class Engine:
     @contextmanager
     def _decode_compiles(self) -> Iterator[None]:
         """Compiles the first chunk's program, or reads it from the cache, in a thread: the host is
-        idle while a prompt is read. The program with lanes follows in the background. An error is
-        raised where a program is called."""
+        idle while a prompt is read. The program with lanes is traced meanwhile, and compiled next.
+        An error is raised where a program is called."""
 
         def compile_decode(lanes: bool) -> None:
             with suppress(Exception):
                 lanes_too = replace(static["program"], lanes=lanes)
-                decode_for_backend().lower(*arguments, **static | {"program": lanes_too}).compile()
+                lowered = decode_for_backend().lower(*arguments, **static | {"program": lanes_too})
+                if lanes:
+                    compiling.join()
+                lowered.compile()
 
         # Compiled already; on a mesh the layouts of the arguments are not known yet.
         if self.steps or self._model.mesh is not None or self._programs is not None:
@@ -426,12 +429,12 @@ class Engine:
         compiling.start()
         try:
             yield
+            running = self._roster.running.values()
+            if self._layout.lanes and any(row.remaining >= _MANY_TOKENS for row in running):
+                self._compiling = Thread(target=compile_decode, args=(True,))
+                self._compiling.start()
         finally:
             compiling.join()
-        running = self._roster.running.values()
-        if self._layout.lanes and any(row.remaining >= _MANY_TOKENS for row in running):
-            self._compiling = Thread(target=compile_decode, args=(True,))
-            self._compiling.start()
 
     # Decode
 
