@@ -146,6 +146,11 @@ def test_measures_of_writing(text: str, wanted: tuple[tuple[int, int], ...]) -> 
             ("svamp", json.dumps([{**KITES, "Answer": 1}, one]), "bad: entry 2: an entry is an")
             for one in (3, KITES, {**KITES, "Answer": "7"}, {**KITES, "Answer": True})
         ),
+        (
+            "svamp",
+            json.dumps(2 * [{**KITES, "Answer": 10**400}]),
+            "two entries have the id 'own-",
+        ),
         ("svamp", json.dumps([{**KITES, "Answer": float("nan")}]), "entry 1: an entry is an"),
         ("nq-open", "\n", "bad: is empty"),
         ("nq-open", "\n{", "bad: line 2: not JSON: "),

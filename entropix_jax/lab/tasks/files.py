@@ -65,9 +65,15 @@ class FileTask(Task):
         ...
 
     def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
-        """The items of `split_items`. UserError if the file is invalid."""
+        """The items of `split_items`. UserError if the file is invalid, or two ids are equal."""
         check_split(split)
-        yield from split_items(self.read(chat=chat), split)
+        items = list(self.read(chat=chat))
+        seen: set[str] = set()
+        for item in items:
+            if item.id in seen:
+                raise UserError(f"{self.path}: two entries have the id {item.id!r}")
+            seen.add(item.id)
+        yield from split_items(items, split)
 
 
 class JsonTask(FileTask):

@@ -259,8 +259,9 @@ def _classify_document(said: Sequence[str]) -> str:
     )
 
 
-# Readings of documents without hesitations. A sampler may inject `Wait...` anywhere, which says
-# nothing about the model. Hesitations of the model itself look the same, so all are removed.
+# Judges whether a text could have been written in the world, hesitations aside. A sampler may
+# inject `Wait...` anywhere, which says nothing about the model, so it is removed before a text is
+# judged. So are hesitations of the model itself, as the two look the same.
 
 
 def _read(said: _Pieces, pieces: _Pieces) -> tuple[int, int, int, _Pieces]:
