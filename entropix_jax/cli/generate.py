@@ -291,7 +291,9 @@ def _run(
         print(means(rows), end="", file=sys.stderr)
         assert rows.header is not None
         types = rows.header["precision"]
-        print(f"weights {types['weights']}, hidden states {types['activations']}", file=sys.stderr)
+        products = f", products {types['products']}" if "products" in types else ""
+        line = f"weights {types['weights']}, hidden states {types['activations']}{products}"
+        print(line, file=sys.stderr)
     print(summary(rows, speed.value), file=sys.stderr)
     if errors := {i: row.error for i, row in enumerate(rows) if row.error is not None}:
         messages = [f"row {i}: {e}" if len(rows) > 1 else e for i, e in errors.items()]

@@ -88,7 +88,8 @@ class ModelOptions:
     precision: Activations = "auto"
     """Dtype of hidden states and, except on a CPU, of the cache. auto: that of the weights, on a
     CPU only if it multiplies bfloat16, else float32. With float32 a row's tokens rarely depend on
-    its batch. int8, with --weights int8: products of several rows are of integers."""
+    its batch. int8, with --weights int8: as auto, but products of several rows round their inputs
+    to int8, which is faster and less exact."""
     check: Flag = False
     """Check all weights and activations for NaN and infinity. An error names the tensor, or the
     layer and the position."""

@@ -99,13 +99,17 @@ def empty_slots(
     """
     places = len(layout.slot_of)
     sampler = init_sampler_state(places, mechanisms)
+    make_cache: Any = partial(init_cache, config, places, capacity, dtype)
+    if mesh is not None:  # each device makes its own part
+        shardings = row_shardings(mesh, jax.eval_shape(make_cache))
+        make_cache = jax.jit(make_cache, out_shardings=shardings)
 
     # NumPy, sent to the device at once: there, each array would be a program to load.
     def full(value: Any, *axes: int, dtype: Any = np.int32) -> Any:
         return np.full((places, *axes), value, dtype)
 
     state = DecodeState(
-        cache=init_cache(config, places, capacity, dtype),
+        cache=make_cache(),
         history=full(0, capacity),
         confidences=full(0, capacity, dtype=np.float32),
         prompt_length=full(0),
@@ -136,8 +140,10 @@ def empty_slots(
         unsound=full(NOWHERE, 2),
         lanes=layout.lanes,
     )
+    if mesh is not None:
+        return place(state, row_shardings(mesh, state))
     placed: DecodeState = jax.device_put(state)
-    return placed if mesh is None else place(placed, row_shardings(mesh, placed))
+    return placed
 
 
 def emptied(state: DecodeState) -> DecodeState:

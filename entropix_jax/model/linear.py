@@ -4,10 +4,10 @@ runs fastest.
 The dtypes select the form. Where activations and weights share a dtype (any GPU or TPU, float32 on
 a CPU) it is a plain product. Narrower weights (bfloat16 on a CPU) stay narrow in memory, in the
 layout that `arranged` chooses, and are widened inside the product; few vectors are instead split
-into terms of the weights' dtype if the processor multiplies these. Bfloat16 activations on a CPU
+into terms of the weights' dtype if the processor has AVX-512 BF16. Bfloat16 activations on a CPU
 are multiplied in bfloat16 where that is faster, else widened. Int8 weights carry a scale per output
-channel, which is applied to the product. With `--precision int8` several vectors are rounded to a
-single int8 term.
+channel, which is applied to the product. With `Quantized.rounds_inputs` several vectors keep only
+one int8 term each.
 """
 
 import math
@@ -34,8 +34,9 @@ _FUSED_PRODUCT_BYTES = 8192
 # as long.
 _BLOCK = 256
 # The most vectors that are split. On two cores of an AMD EPYC with AVX-512 BF16 a step at 1B's
-# shapes takes, relative to widening: 2 rows 0.56, 4 rows 0.58, 8 rows 0.74, 16 rows 0.81; at 24
-# rows the products alone take as long.
+# shapes takes, relative to widening bfloat16 weights: 2 rows 0.56, 4 rows 0.58, 8 rows 0.74, 16
+# rows 0.81; at 24 rows the products alone take as long. A step of smollm2 with int8 weights: 2 rows
+# 0.39, 4 rows 0.46, 16 rows 0.70.
 _FEW = 16
 # Rows of a TPU's register. XLA multiplies a single vector without the matrix unit, which takes four
 # times as long as eight vectors.
@@ -54,24 +55,27 @@ class Columns:
 
 @struct.dataclass
 class Quantized:
-    """A matrix [out, in] of 8-bit integers; row i represents `values[i] * scale[i]`."""
+    """A matrix [out, in] of 8-bit integers; row i represents `values[i] * scale[i]`.
+
+    With `rounds_inputs` a call with several vectors rounds these to int8, too.
+    """
 
     values: Any  # int8 [out, in], an array or Columns
     scale: jax.Array  # float32 [out]
-    rounds: bool = struct.field(pytree_node=False, default=False)  # the vectors it multiplies, too
+    rounds_inputs: bool = struct.field(pytree_node=False, default=False)
 
 
 Weight = jax.Array | Columns | Quantized
 
 
-@partial(jax.jit, static_argnames="rounds")
-def quantized(weight: jax.Array, *, rounds: bool = False) -> Quantized:
+@partial(jax.jit, static_argnames="rounds_inputs")
+def quantized(weight: jax.Array, *, rounds_inputs: bool = False) -> Quantized:
     """Quantizes a matrix to int8 with one scale per row (output channel)."""
-    return Quantized(*_rounded(weight.astype(jnp.float32)), rounds=rounds)
+    return Quantized(*_rounded(weight.astype(jnp.float32)), rounds_inputs=rounds_inputs)
 
 
 def _rounded(vectors: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The float32 vectors `[..., n]` as int8, and the scale of each."""
+    """Rounds float32 vectors `[..., n]` to int8. Returns them and the scale of each."""
     scale = jnp.max(jnp.abs(vectors), axis=-1) / 127.0
     values = jnp.round(vectors / jnp.where(scale > 0, scale, 1.0)[..., None])
     return values.astype(jnp.int8), scale
@@ -102,11 +106,11 @@ def linear(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.A
 
 
 def product(x: jax.Array, weight: Weight) -> jax.Array:
-    """`x[..., in] @ weight[out, in].T` in float32, for logits; int8 vectors give int32."""
+    """Returns `x[..., in] @ weight[out, in].T` in float32, or in int32 if x is int8."""
     if isinstance(weight, Quantized):
         values, scale = weight.values, weight.scale.reshape((1,) * (x.ndim - 1) + (-1,))
         # A CPU takes ten times as long for a single vector of integers.
-        if weight.rounds and math.prod(x.shape[:-1]) > 1:
+        if weight.rounds_inputs and math.prod(x.shape[:-1]) > 1:
             return _integer_product(x, values, terms=1) * scale
         return product(x, values) * scale
     if isinstance(weight, Columns):
@@ -145,8 +149,8 @@ def _plain_product(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 def _bfloat16_product(x: jax.Array, weight: jax.Array) -> jax.Array:
     """`product` of bfloat16 activations on a CPU, in bfloat16 where that is faster. A single vector
-    is widened: its product takes XLA twenty times as long in bfloat16. With int8 weights a few
-    vectors are widened, too."""
+    is converted to float32: its product takes XLA twenty times as long in bfloat16. With int8
+    weights a few vectors are converted, too."""
     vectors = x.reshape(-1, x.shape[-1])
     number = len(vectors)
     few = 1 if weight.dtype == jnp.bfloat16 else _FEW
@@ -192,8 +196,9 @@ def _bfloat16_terms_product(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 def _integer_product(x: jax.Array, weight: jax.Array | Columns, terms: int = 3) -> jax.Array:
     """`x[..., rows, in]` times int8 `weight[out, in]` as integers: each vector is split into a sum
-    of int8 terms, each with a scale. Three terms hold it to 1e-7 of its largest entry, as close as
-    a float32 sum of products. One term rounds it. Non-finite vectors give non-finite results."""
+    of int8 terms, each with a scale. Three terms represent it to 1e-7 of its largest entry, as
+    accurate as a float32 sum of products. One term rounds it. A non-finite vector gives a
+    non-finite result."""
     parts, scales, rest = [], [], x.astype(jnp.float32)
     for _ in range(terms):
         part, scale = _rounded(rest)
@@ -205,7 +210,7 @@ def _integer_product(x: jax.Array, weight: jax.Array | Columns, terms: int = 3) 
     return reduce(operator.add, jnp.split(sums, terms)[::-1])
 
 
-# Products with several, but few vectors, by the weight's dtype.
+# Products of 2 to `_FEW` vectors, by the weight's dtype.
 _SPLIT = {
     jnp.dtype(jnp.bfloat16): _bfloat16_terms_product,
     jnp.dtype(jnp.int8): _integer_product,

@@ -240,8 +240,8 @@ def continuation_request(served: ServedModel, body: Completion, row: Row) -> Gen
     """
     own, old, place = body.entropix, row.request, body.entropix.begin
     assert place is not None
-    excluded = {"prompt": body.prompt, "n": body.n > 1, "echo": body.echo, "best_of": body.best_of}
-    excluded["entropix.id"] = own.id
+    excluded = {"prompt": body.prompt, "n": body.n > 1, "echo": body.echo}
+    excluded |= {"best_of": body.best_of not in (None, body.n), "entropix.id": own.id}
     if names := [name for name, given in excluded.items() if given]:
         message = f"{names[0]} cannot be combined with entropix.from"
         raise ApiError(message, param=names[0].partition(".")[0])

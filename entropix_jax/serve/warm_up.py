@@ -47,7 +47,7 @@ async def warm_up(served: ServedModel, worker: Worker, show: Callable[[str], Non
         for requests in _batches(served, min(TOGETHER, worker.most)):
             worker.submit([Ticket(Row(request), lambda updates: None) for request in requests])
             await wait_while(lambda: not worker.idle())
-    except ApiError:  # the server is shutting down
+    except ApiError:  # the server is shutting down, or clients fill its queue
         return
     await wait_while(lambda: worker.alive and worker.engine.compiling is not None)
     worker.forget()

@@ -116,7 +116,7 @@ def test_bfloat16_vectors_are_multiplied_exactly(count: int, small: bool, multip
 def test_rounded_vectors_are_multiplied_as_integers(lead: tuple[int, ...], width: int) -> None:
     """Exactly; a single one is widened."""
     x, weight = operands((*lead, width), 40, F32, F32)
-    small = arranged(quantized(weight, rounds=True))
+    small = arranged(quantized(weight, rounds_inputs=True))
     got = compiled_product(x, small)
     wide, whole = np.asarray(x, np.float64), quantized(weight)
     scale = np.abs(wide).max(-1, keepdims=True) / 127

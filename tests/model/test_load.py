@@ -83,7 +83,9 @@ def test_precision(folder: Path, weights: str, monkeypatch: pytest.MonkeyPatch) 
     for asked in ("float32", "bfloat16"):
         model = load(str(folder), weights, precision=asked)
         assert model.precision.to_json() == {"weights": weights, "activations": asked}
-    with pytest.raises(UserError, match="activations cannot be of type 'int4', only auto, float32"):
+    with pytest.raises(
+        UserError, match="precision must be one of auto, float32, bfloat16, int8, not 'int4'"
+    ):
         load(str(folder), precision="int4")
     if weights == "int8":
         found = load(str(folder), weights, precision="int8").precision.to_json()
