@@ -55,8 +55,8 @@ _MOST_IDLE = 8  # chunks in a row that make no step; more is a defect
 
 
 def shared_lanes(slots: int, needed: int = MAX_WIDTH - 1) -> int:
-    """Returns the number of lanes for `slots` slots if a row needs `needed`, by default the
-    maximum. Many rows share more lanes than one row needs."""
+    """Returns the number of lanes that `slots` slots share, where one row needs `needed` (by
+    default the maximum): 0 if `needed` is 0."""
     return max(needed, slots // _SLOTS_PER_LANE) if needed else 0
 
 
@@ -341,8 +341,8 @@ class Engine:
         self._read_texts(arrived)
 
     def _read_texts(self, arrived: Sequence[int]) -> None:
-        """Caches the texts of rows that arrived. If programs compile in the background and other
-        rows run, it reads one part between two chunks."""
+        """Caches the texts of new rows and of rows that are only partly cached. If programs compile
+        in the background and other rows run, caches one part per call."""
         rows = {slot: row for slot, row in enumerate(self._roster.slots) if row is not None}
         running = self._roster.running
         reading = [slot for slot in dict.fromkeys((*self._reading, *arrived)) if slot in running]
@@ -375,7 +375,7 @@ class Engine:
             roster.held.append(row)
         return None
 
-    def _insert(self, slot: int, row: RunningRow, cached: int = 0) -> None:
+    def _insert(self, slot: int, row: RunningRow, cached: int) -> None:
         """Puts a row into a slot that has cached the first `cached` tokens of its text."""
         row.row.started = row.row.started or time.perf_counter()
         row.moved = False
@@ -535,8 +535,8 @@ class Engine:
         return min(fitting, key=lambda each: (len(each), sorted(each)), default=None)
 
     def _has(self, used: frozenset[str], window: int, forks: bool, **when: bool) -> bool:
-        """Returns whether programs for such rows are compiled. Requests missing ones, with the
-        mechanisms of the current program, so that one program serves all rows; for `when` see
+        """Returns whether programs for such rows are compiled. Requests missing ones, which include
+        the mechanisms of the current program so that one program serves all rows. `when`: see
         `Programs.request`."""
         if self._compiled(used, window, forks) is not None:
             return True

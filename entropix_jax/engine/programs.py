@@ -36,7 +36,7 @@ class Programs:
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._errors: dict[Hashable, Exception] = {}
         self._wanted: set[Hashable] = set()
-        # Names and functions that compile. The first one is next.
+        # Queued programs by key: name, and function that compiles it. The first one compiles next.
         self._jobs: OrderedDict[Hashable, tuple[str, Callable[[], Any]]] = OrderedDict()
         self._changed = threading.Condition()
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from entropix_jax.engine.prefill import prefill
@@ -100,7 +99,7 @@ class PromptReader:
                 if source is not None:
                     row.cached = len(row.prefix)
                     places = layout.numbers[source], layout.numbers[slot]
-                    state = share_prefix(state, *places, jnp.int32(row.cached))
+                    state = share_prefix(state, *places, np.int32(row.cached))
                     cached.append(slot)
                 elif first.setdefault(tuple(row.request.prompt), slot) != slot:
                     others.append(slot)

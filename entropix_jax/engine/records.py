@@ -22,8 +22,8 @@ class StepOutcome:
     """Result of one step for one row or one branch of it.
 
     Attributes:
-        slot: of the row.
-        live: whether the row or branch was running; else only its fork ended.
+        slot: the row's slot.
+        live: whether the row or branch took the step; False if the record only ends a fork.
         token: the committed token, without its text. If the row waits for the host or is forked,
             the step's proposal; if it failed, the failed position.
         branch: index of the branch in the row's fork; -1: the row itself.

@@ -8,7 +8,6 @@ from itertools import takewhile
 from math import isfinite
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from entropix_jax.engine.preparation import CalibratedSampler, describe_token
@@ -112,14 +111,14 @@ class RunningRow:
         return self.ids[:-1]
 
     def arrival(self, mechanisms: tuple[Mechanism, ...], capacity: int) -> Arrival:
-        """Returns the row for a slot that has cached the first `cached` tokens of its text.
+        """Returns the row as an `Arrival` for its slot, where its first `cached` tokens are cached.
 
         Raises:
             UserError: its sampler has other mechanisms.
         """
-        row, request, text = self.row, self.request, [*self.ids, *self.forced.tokens]
+        row, request, ids = self.row, self.request, [*self.ids, *self.forced.tokens]
         history = np.zeros(capacity, np.int32)
-        history[: len(text)] = text
+        history[: len(ids)] = ids
         confidences = np.zeros(capacity, np.float32)
         for token in row.tokens:
             confidences[token.position] = token.token_confidence
@@ -143,14 +142,14 @@ class RunningRow:
             eos_ids=padded_ids(self._end_ids),
             tally=replace(
                 tally,
-                queued=jnp.int32(len(self.forced.tokens)),
-                queue_action=jnp.int32(self.forced.action),
+                queued=np.int32(len(self.forced.tokens)),  # type: ignore[arg-type]
+                queue_action=np.int32(self.forced.action),  # type: ignore[arg-type]
             ),
             forwards=np.int32(max(forwards, default=0)),
         )
 
     def has_cached(self, other: "RunningRow") -> bool:
-        """Whether the slot of this row has cached another row's text except its last token. New
+        """Whether the slot of this row has cached another row's tokens except the last one. New
         rows share only whole prompts, so that they do not depend on the progress of other rows."""
         prefix = other.prefix
         if self.cached < len(prefix):
@@ -160,7 +159,7 @@ class RunningRow:
         return self.ids[: len(prefix)] == prefix
 
     def shared(self, other: "RunningRow") -> int:
-        """Number of tokens of another row's text, without the last one, cached in this slot."""
+        """Number of another row's tokens, without the last one, that are cached in this slot."""
         if self.row.finish_reason == "error":  # its cache may hold NaN
             return 0
         both = zip(self.ids[: self.cached], other.prefix, strict=False)
@@ -197,10 +196,11 @@ class RunningRow:
 
     def _apply(self, outcome: StepOutcome, stopping: Callable[[], bool]) -> Iterator[Event]:
         token, joined = outcome.token, outcome.joined
-        # A branch grows. The row's text changes once all branches have ended.
+        # All branches have ended.
         if joined is not None:
             yield from self._join(joined, outcome, stopping)
             return
+        # A branch grows. The row's text changes once all branches have ended.
         if outcome.branch >= 0:
             if outcome.live and outcome.status != BRANCH_ENDED:
                 self._paths[outcome.branch].append(token)
@@ -360,8 +360,8 @@ class RunningRow:
         return Answer(next(allowed, []), self.request.sampler.parts.action("inject"))
 
     def _choose_branch(self, branches: list[BranchRecord]) -> Answer:
-        """Returns the tokens of the best branch. If another one is as good and its text differs,
-        `Request.ask` chooses."""
+        """Returns the tokens of the best branch. If the fork is ambiguous, `Request.ask` chooses
+        between the two best branches."""
         assert self.request.ask is not None
         assert self._forked is not None
         chosen = next(i for i, branch in enumerate(branches) if branch.chosen)

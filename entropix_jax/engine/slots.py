@@ -56,8 +56,8 @@ class Layout:
 
     @cached_property
     def numbers(self) -> np.ndarray:
-        """The row of the state that each slot is, int32 [B]. NumPy, because creating one of them on
-        the device would need a program."""
+        """Row index in the state of each slot, int32 [B]. NumPy, because indexing a device array
+        would need a program."""
         return np.flatnonzero(self.slot_of >= 0).astype(np.int32)
 
 
@@ -89,7 +89,8 @@ def empty_slots(
     dtype: jnp.dtype,
     mesh: Mesh | None = None,
 ) -> DecodeState:
-    """Returns slots and lanes without rows, sharded over `mesh`.
+    """Returns a state of empty slots and lanes, sharded over `mesh`, by default on the default
+    device.
 
     Args:
         settings: of any row, for their shapes.
@@ -104,7 +105,7 @@ def empty_slots(
         shardings = row_shardings(mesh, jax.eval_shape(make_cache))
         make_cache = jax.jit(make_cache, out_shardings=shardings)
 
-    # NumPy, sent to the device at once: there, each array would be a program to load.
+    # NumPy arrays, sent to the device together: creating each array there would need a program.
     def full(value: Any, *axes: int, dtype: Any = np.int32) -> Any:
         return np.full((places, *axes), value, dtype)
 
