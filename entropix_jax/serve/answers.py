@@ -36,7 +36,7 @@ class Choice:
         self._request = request
         self._offset = 0  # characters so far
         self._has_part = False
-        before = (token.forwards for row in request.rows[index:][:1] for token in row.tokens)
+        before = [token.forwards for token in request.rows[index].tokens] if request.rows else []
         self._forwards_before = max(before, default=0)  # of the row that this one continues
 
     def set_echo(self, scored: Sequence[ScoredToken]) -> None:
@@ -134,8 +134,8 @@ class Choice:
     # Log-probabilities
 
     def _logprobs(self, tokens: Iterable[tuple[int, AnyToken | None, str]]) -> dict[str, list[Any]]:
-        """Returns them in the form of completions, for token ids, each with its record and with the
-        text that it adds to the choice's. The first token of a prompt has no record."""
+        """Returns log-probabilities in the form of completions. Each entry is a token id, its
+        record (None for a prompt's first token), and the text that the token adds to the choice."""
         found: dict[str, list[Any]] = {
             "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
         }  # fmt: skip
@@ -153,7 +153,7 @@ class Choice:
         return found
 
     def _content(self, tokens: Iterable[AnyToken]) -> list[dict[str, Any]]:
-        """Returns them in the form of chats."""
+        """Returns log-probabilities in the form of chats."""
         found = []
         for token in tokens:
             text = self._tokenizer.decode_within([token.token_id])
@@ -239,8 +239,7 @@ class Answer:
         return {**self._common, "choices": choices, **self._warnings, "usage": self.usage()}
 
     def _join(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Returns a choice from the part that repeats its prompt, if any, and the part of all its
-        updates."""
+        """Returns a choice, joined from its prompt's part, if any, and the part of its updates."""
         joined = dict(parts[-1])
         if self.request.chat:
             content = joined.pop("delta")["content"]

@@ -99,8 +99,8 @@ class Run:
         self._timer = loop.call_later(limit, self.end)
 
     async def updates(self) -> Updates:
-        """Yields the updates of the rows until all have ended. ApiError if the time was over before
-        one of them had a slot."""
+        """Yields the updates of the rows until all have ended. Raises ApiError if the time limit
+        passed before any row had a slot."""
         left = len(self._tickets)
         while left:
             index, updates = await self._updates.get()
@@ -282,7 +282,7 @@ class Api:
         return Response(content, 200, _FILE_HEADERS | attachment, content_type)
 
     def _header(self, row: Row) -> dict[str, Any]:
-        """Returns the header of a row's trace. A long prompt takes time."""
+        """Returns the header of a row's trace. Decodes the prompt, so call it in a thread."""
         asked, served = row.request, self._served
         return header(
             served.model,

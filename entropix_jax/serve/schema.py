@@ -9,7 +9,7 @@ are accepted with a warning.
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from entropix_jax.engine.search import MOST_FORKS
 from entropix_jax.errors import UserError
@@ -101,17 +101,17 @@ def _minus_one_as_none(value: Any) -> Any:
 
 
 def _as_list(value: Any) -> list[Any]:
-    """A single value is a list of one."""
+    """Wraps a single value in a list."""
     return value if isinstance(value, list) else [value]
 
 
 def _as_stops(value: Any) -> list[Any]:
-    """A text or a list of texts. Empty ones are ignored."""
+    """Converts a text or a list of texts to a list without empty texts."""
     return [one for one in _as_list(value) if one != ""]
 
 
 def _as_prompts(value: Any) -> list[Any]:
-    """A text, tokens, or a list of either. Returns a list of texts, or of lists of tokens."""
+    """Converts a text, a list of token ids, or a list of either to a list of prompts."""
     prompts = _as_list([value] if _is_tokens(value) else value)
     if all(isinstance(one, str) for one in prompts) or all(map(_is_tokens, prompts)):
         return prompts
@@ -196,7 +196,7 @@ class Body(_Object):
 
     @property
     def warnings(self) -> dict[str, list[str]]:
-        """The key `warnings` of the answer, if there are any."""
+        """`{'warnings': [...]}` with a line per unknown key, or an empty dict."""
         unknown = (self.model_extra or {}).keys() - self.harmless - _MEANINGFUL.keys()
         found = [f"'{key}' is unknown and was ignored" for key in sorted(unknown)]
         return {"warnings": found} if found else {}
@@ -237,7 +237,7 @@ class Completion(Generating):
 
     @property
     def rows(self) -> int:
-        """Number of requested rows, `n` of each prompt. ApiError without prompt and kept row."""
+        """Number of requested rows, `n` per prompt. ApiError without prompt or `entropix.from`."""
         if not self.prompt and self.entropix.begin is None:
             raise ApiError("prompt: Field required", param="prompt")
         return max(len(self.prompt), 1) * self.n
@@ -267,8 +267,7 @@ def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
     """Returns a request's body.
 
     Raises:
-        ApiError: it is not JSON or not of this kind, or it has a key that would change the meaning
-            of the answer.
+        ApiError: it is not JSON, not of this kind, or has a key or value that is not supported.
     """
     try:
         values = from_json(raw, allow_inf_nan=False)
@@ -294,8 +293,9 @@ def parse_values(kind: type[AnyBody], values: dict[str, Any]) -> AnyBody:
         message = first["msg"].removeprefix("Value error, ")
         raise ApiError(f"{where}: {message}", param=str(first["loc"][0])) from None
     for key in (body.model_extra or {}).keys() & _MEANINGFUL.keys():
-        if values[key] not in _MEANINGFUL[key]:
-            raise unsupported(key)
+        if values[key] not in (allowed := _MEANINGFUL[key]):
+            only = " or ".join(to_json(one).decode() for one in allowed)
+            raise unsupported(key, only and f"'{key}': only {only} is supported by this server")
     return body
 
 

@@ -67,7 +67,7 @@ async def events(values: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
             except StopAsyncIteration:
                 break
             finally:
-                coming.cancel()  # if the client is gone
+                coming.cancel()  # no-op unless the client has disconnected
             yield _event(value)
     except UserError as error:
         yield _event(as_api_error(error).to_json())

@@ -35,8 +35,9 @@ class Update:
 
 @dataclass(frozen=True, eq=False)
 class Ticket:
-    """A submitted row or search. The worker's thread calls `tell` with the updates of the row. Of a
-    search, those of its chosen row come once it has ended."""
+    """A submitted row or search. `tell` receives the updates of the row. The worker's thread calls
+    it, or the thread that cancels a waiting job, so it must not block and must not call the worker.
+    For a search, the updates of the chosen row come once the search has ended."""
 
     job: Row | Search
     tell: Callable[[list[Update]], Any]
