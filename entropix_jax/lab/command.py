@@ -50,7 +50,7 @@ class RunOptions:
     dtype: Dtype = None
     """Dtype of the weights in memory (default: the checkpoint's)."""
     precision: Activations = "auto"
-    """Dtype of hidden states, as in generate. Name it to compare studies of several machines."""
+    """Hidden-state dtype, as in generate. Pass it explicitly to compare results across machines."""
 
     def load(self, name: str) -> LanguageModel:
         """Loads the model of a name, and turns the compilation cache on."""
@@ -64,7 +64,7 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions(RunOptions):
-    """Options of `ablate` and `evaluate`."""
+    """`RunOptions` and the plugin of `ablate` and `evaluate`."""
 
     plugin: Module = None
     """Python module whose MECHANISMS the samplers may use. It is imported, so its code runs."""

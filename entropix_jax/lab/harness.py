@@ -42,12 +42,12 @@ def run(arguments: Sequence[str]) -> int:
     given = list(arguments)
     if given[:1] == ["run"]:
         del given[0]
-    if given and given[0] not in ("ls", "validate"):
-        # Of equal options the last one counts.
-        has_file = any(option.partition("=")[0] in ("--config", "-C") for option in given)
-        defaults = [] if has_file else ["--batch_size", "auto"]
-        given = ["--model", "entropix_jax", *defaults, *given]
     if given[:1] not in (["ls"], ["validate"]):
+        if given:
+            # If an option is repeated, the last one wins.
+            has_file = any(option.partition("=")[0] in ("--config", "-C") for option in given)
+            defaults = [] if has_file else ["--batch_size", "auto"]
+            given = ["--model", "entropix_jax", *defaults, *given]
         given = ["run", *given]  # without further arguments it prints its help
     before, sys.argv = sys.argv, ["entropix-jax harness", *given]
     try:

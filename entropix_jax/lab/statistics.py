@@ -155,8 +155,8 @@ def auroc(scores: Floats, positive: NDArray[np.bool_]) -> float:
 def resampled_auroc(
     scores: Floats, positive: NDArray[np.bool_], items: NDArray[np.integer]
 ) -> tuple[float, Floats]:
-    """Returns the AUROC of rows, and that of each resample of their items, the same ones in every
-    call; NaN for resamples without both classes."""
+    """Returns the AUROC of rows, and the AUROC of each resample of their items, NaN where a
+    resample lacks a class. Every call draws the same resamples, so differences are paired."""
     rng = np.random.default_rng(0)
     order = np.argsort(items, kind="stable")
     _, first = np.unique(items[order], return_index=True)

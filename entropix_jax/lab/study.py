@@ -110,7 +110,7 @@ class Study:
         the progress on standard error.
 
         Returns:
-            False if the run was stopped.
+            Whether the study finished; False if it was stopped.
 
         Raises:
             UserError: the folder has another study's results, or cannot be written.

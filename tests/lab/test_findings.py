@@ -99,7 +99,7 @@ def value(findings: Findings, task: str, setting: str, measure: str) -> Interval
 
 
 def test_the_page_has_the_recorded_figures(findings: Findings) -> None:
-    """Most are those of an earlier implementation, which had no data frames."""
+    """Most figures were recorded with an earlier implementation without data frames."""
     pytest.importorskip("sacrebleu")
     assert format_page(findings, {"description": "", "seeds": "0"}) == RECORDED.read_text()
 

@@ -409,7 +409,7 @@ def test_a_task_may_take_fewer_seeds(folder: str, words: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["ablate", "evaluate"])
 def test_the_type_of_hidden_states(folder: str, words: Path, tmp_path: Path, name: str) -> None:
-    """The model has that type, and the folder belongs to it."""
+    """The precision is part of the study's identity: another one is refused."""
     if name == "ablate":
         text = "tasks = ['own.py:WORDS']\nitems = 2\n[settings.min-p]\nsampler = 'min-p'\n"
         given: tuple[object, ...] = (write_sweep(tmp_path, text),)

@@ -114,7 +114,7 @@ def test_bfloat16_vectors_are_multiplied_exactly(count: int, small: bool, multip
 @pytest.mark.parametrize("width", [256, 5000])
 @pytest.mark.parametrize("lead", [(1,), (2,), (3, 20)], ids=str)
 def test_rounded_vectors_are_multiplied_as_integers(lead: tuple[int, ...], width: int) -> None:
-    """Exactly; a single one is widened."""
+    """The product of the rounded vectors is exact. A single vector is not rounded."""
     x, weight = operands((*lead, width), 40, F32, F32)
     small = arranged(quantized(weight, rounds_inputs=True))
     got = compiled_product(x, small)
@@ -128,7 +128,7 @@ def test_rounded_vectors_are_multiplied_as_integers(lead: tuple[int, ...], width
 
 @pytest.mark.parametrize("count", [2, 16, 17])
 def test_a_few_vectors_times_int8_are_exact_to_float32(count: int, multiplied: bool) -> None:
-    """Relative to a vector's largest entry, which may be far larger than the others."""
+    """The error bound is relative to each vector's largest entry."""
     x, weight = operands((count, 256), 40, F32, F32)
     x, small = x.at[:, 3].mul(1e3), quantized(weight)
     got = compiled_product(x, small)
@@ -141,7 +141,7 @@ def test_a_few_vectors_times_int8_are_exact_to_float32(count: int, multiplied: b
 
 @pytest.mark.parametrize("small", [False, True], ids=["bfloat16", "int8"])
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_seen_in_its_own_vector(
+def test_a_non_finite_vector_changes_only_its_own_result(
     number: float, small: bool, multiplied: bool
 ) -> None:
     x, weight = operands((4, 64), 24, F32, BF16)
