@@ -130,10 +130,13 @@ def product(x: jax.Array, weight: Weight) -> jax.Array:
 def _float32_product(x: jax.Array, weight: jax.Array) -> jax.Array:
     """`product` of float32 activations and a narrower weight on a CPU."""
     vectors = x.reshape(-1, x.shape[-1])
+    is_few = len(vectors) <= _FEW and multiplies_bfloat16()
     if len(vectors) == 1:
         out = _vector_product(vectors, weight)
-    elif len(vectors) <= _FEW and weight.dtype in _SPLIT and multiplies_bfloat16():
-        out = _SPLIT[weight.dtype](vectors, weight)
+    elif is_few and weight.dtype == jnp.bfloat16:
+        out = _split_product(vectors, weight)
+    elif is_few and weight.dtype == jnp.int8:
+        out = _integer_product(vectors, weight, terms=3)
     else:
         out = _blocked_product(vectors, weight)
     return out.reshape(*x.shape[:-1], weight.shape[0])
@@ -180,7 +183,7 @@ def _widening_product(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.sum(widened * x, axis=-1)[None, :]
 
 
-def _bfloat16_terms_product(x: jax.Array, weight: jax.Array) -> jax.Array:
+def _split_product(x: jax.Array, weight: jax.Array) -> jax.Array:
     """`x[rows, in]` times bfloat16 `weight[out, in]` without widening: x is split into a sum of
     three bfloat16 terms, whose products with the weight are exact in float32. (Except near the
     limits of float32's range; non-finite values become NaN.)"""
@@ -194,7 +197,7 @@ def _bfloat16_terms_product(x: jax.Array, weight: jax.Array) -> jax.Array:
     return high + (middle + low)
 
 
-def _integer_product(x: jax.Array, weight: jax.Array | Columns, terms: int = 3) -> jax.Array:
+def _integer_product(x: jax.Array, weight: jax.Array | Columns, *, terms: int) -> jax.Array:
     """`x[..., rows, in]` times int8 `weight[out, in]` as integers: each vector is split into a sum
     of int8 terms, each with a scale. Three terms represent it to 1e-7 of its largest entry, as
     accurate as a float32 sum of products. One term rounds it. A non-finite vector gives a
@@ -208,13 +211,6 @@ def _integer_product(x: jax.Array, weight: jax.Array | Columns, terms: int = 3) 
     sums = product(jnp.concatenate(parts), weight).astype(jnp.float32)
     sums = sums * jnp.concatenate(scales)[..., None]
     return reduce(operator.add, jnp.split(sums, terms)[::-1])
-
-
-# Products of 2 to `_FEW` vectors, by the weight's dtype.
-_SPLIT = {
-    jnp.dtype(jnp.bfloat16): _bfloat16_terms_product,
-    jnp.dtype(jnp.int8): _integer_product,
-}
 
 
 def _blocked_product(x: jax.Array, weight: jax.Array) -> jax.Array:
