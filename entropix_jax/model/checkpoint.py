@@ -190,8 +190,12 @@ def save_params(folder: Path, params: Params, config: ModelConfig) -> None:
     """Writes weights that are plain arrays to `folder/model.safetensors`, atomically."""
     specs, weights = jax.tree.leaves(param_specs(config)), jax.tree.leaves(params)
     tensors = {spec.name: np.asarray(weight) for spec, weight in zip(specs, weights, strict=True)}
-    with replacing(folder / SINGLE_FILE) as temporary:
-        save_file(tensors, temporary, metadata={"format": "pt"})
+    path = folder / SINGLE_FILE
+    with replacing(path) as temporary:
+        try:
+            save_file(tensors, temporary, metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk, say
+            raise UserError(f"{path}: cannot be written: {error}") from None
 
 
 def _open_tensors(folder: Path) -> dict[str, StoredTensor]:
