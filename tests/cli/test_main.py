@@ -110,7 +110,7 @@ COLOUR = re.compile(r"\x1b\[(?=[^m]*[34]\d)[\d;]+m")
 ERASED = "\x1b[2K"
 
 
-@pytest.mark.parametrize("option", [[], ["--verbose", "--samples", 3]])
+@pytest.mark.parametrize("option", [[], ["--verbose", "--weights", "int8", "--precision", "int8"]])
 def test_a_terminal(
     command: Command, folder: str, monkeypatch: pytest.MonkeyPatch, option: list[object]
 ) -> None:
@@ -131,7 +131,7 @@ def test_a_terminal(
         text = ESCAPE.sub("", written.rpartition(ERASED)[2])
         assert text.startswith(plain)
         assert text.removeprefix(plain).count("\n") == (4 if option else 1), "the summary"
-        assert ("weights float32, hidden states float32\n" in text) == bool(option)
+        assert ("weights int8, hidden states float32, products int8\n" in text) == bool(option)
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"harness"}))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +24,7 @@ from entropix_jax.engine.state import Recording
 from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
-from entropix_jax.model.mesh import param_shardings, place, row_shardings
+from entropix_jax.model.mesh import param_shardings, place
 from entropix_jax.names import BOXES
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.presets import load_sampler
@@ -499,12 +500,14 @@ def test_rows_move_between_devices(tiny: LanguageModel) -> None:
     check_same(rows[0], alone(tiny, [(rows[0].request, rows[0].tokens[:10], 1)])[0], forwards=False)
 
 
-def test_devices_exchange_one_row_of_the_cache() -> None:
-    """And not the caches of all rows, to find the one that is shared."""
+def test_devices_exchange_one_row_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not the caches of all rows, to find the one that is shared. Each creates its own part."""
     config, layout, capacity = tiny_config(), Layout(SLOTS, 2, 2), 8
     where: Any = {"mechanisms": MECHANISMS, "capacity": capacity, "dtype": jnp.dtype("float32")}
-    state = empty_slots(config, layout, params_of("top-p"), **where)
-    state = place(state, row_shardings(two("data=2"), state))
+    placed = Mock(wraps=place)
+    monkeypatch.setattr("entropix_jax.engine.slots.place", placed)
+    state = empty_slots(config, layout, params_of("top-p"), mesh=two("data=2"), **where)
+    assert all(len(keys.sharding.device_set) == 2 for keys in placed.call_args[0][0].cache.keys)
     jitted: Any = share_prefix
     text = jitted.lower(state, *map(jnp.int32, (0, 3, 5))).compile().as_text()
     row = 2 * config.num_layers * config.num_kv_heads * capacity * config.head_dim

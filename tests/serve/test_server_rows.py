@@ -54,7 +54,7 @@ def ask(running: Running) -> Iterator[Any]:
 def continued(ask: Any, row: str, position: int, token: Any = None, **options: Any) -> Any:
     place = {"row": row, "position": position} | ({} if token is None else {"token": token})
     own = options.pop("own", {})
-    return ask({"model": "tiny", **options}, **{"from": place}, **own)
+    return ask({"model": "tiny", "best_of": 1, **options}, **{"from": place}, **own)
 
 
 def tokens(choice: Any) -> list[Any]:
