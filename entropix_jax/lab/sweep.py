@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,16 +19,15 @@ from entropix_jax.engine.search import MOST_FORKS, SINGLE, Method, find_method
 from entropix_jax.errors import UserError, nearest
 from entropix_jax.host.files import read_toml
 from entropix_jax.host.resources import resource_folder
+from entropix_jax.lab.draws import draw_samplers, flatten_table, is_list_of, name_setting
 from entropix_jax.lab.tasks.registry import locate_task
 from entropix_jax.lab.tasks.task import Split
 from entropix_jax.names import REGIMES
-from entropix_jax.sampler.keys import check_key, check_values, scalars
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.presets import lineage, load_sampler
 from entropix_jax.sampler.sampler import Sampler
 
 _MAX_SETTINGS = 100_000
-_MAX_TRIES = 1000  # for one draw that differs from all before
 _MAX_SEED = 2**63 - 1  # an int64 column
 _KEYS = (
     *("description", "tasks", "items", "skip", "seeds", "most_seeds", "split", "max_new_tokens"),
@@ -196,7 +194,7 @@ def _shipped_ranges(sampler: Sampler, place: str) -> dict[str, Any]:
     shipped = read_toml(resource_folder("configs") / "ablations" / "ranges.toml")
     for path in lineage(place):
         if path.stem in shipped:
-            return _flatten(shipped[path.stem])
+            return flatten_table(shipped[path.stem])
     raise UserError(
         f"{place}: no ranges to tune it over: give [tuning.over.{sampler.name}] in a sweep file, or"
         " extend a preset"
@@ -224,7 +222,7 @@ class _Table:
 
     def flat(self, key: str) -> dict[str, Any]:
         """A table with dotted keys."""
-        return _flatten(self.table(key).values)
+        return flatten_table(self.table(key).values)
 
     def count(self, key: str, default: int, least: int = 0, most: int = 2**31 - 1) -> int:
         value = self.values.get(key, default)
@@ -251,7 +249,7 @@ class _Table:
         """A list of distinct texts or integers."""
         values = self.values.get(key, [*default])
         where = f"{self._prefix}{key}"
-        if not _is_list_of(values, kind):
+        if not is_list_of(values, kind):
             raise UserError(f"{where}: must be a list of {'texts' if kind is str else 'integers'}")
         if len(set(values)) < len(values):
             raise UserError(f"{where}: has a value twice")
@@ -330,7 +328,7 @@ class _Reader:
             values = {key: value for key, value in own.values.items() if key not in keys}
             with _within(where):
                 sampler = base if other is None else self._sampler(other, "sampler")
-                sampler = sampler.with_values(_flatten(values))
+                sampler = sampler.with_values(flatten_table(values))
                 method = SINGLE if named_method is None else find_method(named_method)
             yield Setting(name, sampler, {}, method, forks)
         if "grid" in table:
@@ -342,7 +340,7 @@ class _Reader:
         for key, values in axes.items():
             if not isinstance(values, list) or not values:
                 raise UserError(f"grid: {key}: must be a list of values")
-            if len({_name_setting({key: value}) for value in values}) < len(values):
+            if len({name_setting({key: value}) for value in values}) < len(values):
                 raise UserError(f"grid: {key}: has a value twice")
         number = math.prod(len(values) for values in axes.values())
         if number > _MAX_SETTINGS:
@@ -351,7 +349,7 @@ class _Reader:
             point = dict(zip(axes, values, strict=True))
             with _within("grid"):
                 sampler = base.with_values(point)
-            yield Setting(_name_setting(point), sampler, point)
+            yield Setting(name_setting(point), sampler, point)
 
     def _tuning(self) -> Tuning:
         """The candidates of each sampler: itself, then random draws from its ranges."""
@@ -377,7 +375,7 @@ class _Reader:
             with _within("tuning"):
                 if ranges := over.flat(name) if name in over else _shipped_ranges(sampler, place):
                     rng = Random(f"tuning {name}")
-                    draws = _draw_samplers(ranges, rng, sampler, number - 1, f"over.{name}")
+                    draws = draw_samplers(ranges, rng, sampler, number - 1, f"over.{name}")
                     group += [
                         Setting(f"{name} #{index}", changed, drawn)
                         for index, (drawn, changed) in enumerate(draws, 2)
@@ -400,117 +398,3 @@ class _Reader:
     def _file(self, name: str) -> str:
         """A path relative to the sweep's folder, or a URL."""
         return name if "://" in name else str(self.folder / name)
-
-
-# Random draws of a sampler's values for tuning, from lists and from ranges of numbers.
-
-
-def _is_range(value: Any) -> bool:
-    return isinstance(value, dict) and set(value) <= {"from", "to", "scale"}
-
-
-def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens nested tables to dotted keys; a range counts as a value."""
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, dict) and not _is_range(value):
-            flat.update(_flatten(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value
-    return flat
-
-
-def _draw_samplers(
-    ranges: Mapping[str, Any], rng: Random, sampler: Sampler, number: int, where: str
-) -> Iterator[tuple[dict[str, Any], Sampler]]:
-    """Draws `number` distinct sets of values; yields each with its sampler. Inconsistent draws,
-    such as h1 > h2, are repeated.
-
-    Raises:
-        UserError: an unknown key, an invalid value, or ranges with too few distinct draws.
-    """
-    axes = {key: _axis(key, values, sampler, where) for key, values in ranges.items()}
-    seen: set[str] = set()
-    problem, tries = "", 0
-    while len(seen) < number:
-        if tries == _MAX_TRIES:
-            raise UserError(f"{where}: only {len(seen)} of {number} draws: {problem}")
-        tries += 1
-        drawn = {key: draw(rng) for key, draw in axes.items()}
-        name = _name_setting(drawn)
-        if name in seen:
-            problem = "further draws repeat earlier ones"
-            continue
-        try:
-            changed = sampler.with_values(drawn)
-        except UserError as error:
-            problem = str(error)
-            continue
-        seen.add(name)
-        tries = 0
-        yield drawn, changed
-
-
-def _axis(key: str, values: Any, sampler: Sampler, where: str) -> Callable[[Random], Any]:
-    """Returns a function that draws a key's values: from a list, or from a range, integers for an
-    integer key and numbers of four significant digits for others.
-
-    Raises:
-        UserError: neither a list nor a range, or an invalid value of the key.
-    """
-    check_key(key, where, sampler.mechanisms)
-
-    def check(ends: list[Any]) -> None:
-        for value in ends:
-            check_values({key: value}, where, sampler.mechanisms)
-
-    if isinstance(values, list) and values:
-        check(values)
-        return lambda rng: rng.choice(values)
-    found = _ends(values)
-    if found is None:
-        raise UserError(
-            f"{where}: {key}: must be a list of values, or"
-            ' { from = LOW, to = HIGH, scale = "linear" or "log" }'
-        )
-    low, high = found
-    whole = scalars(sampler.mechanisms).get(key, {}).get("type") is int
-    if whole:
-        low, high = math.ceil(low), math.floor(high)
-        if low > high:
-            raise UserError(f"{where}: {key}: no integer lies in the range")
-    check([low, high])
-    log = values.get("scale") == "log"
-
-    def draw(rng: Random) -> float:
-        ends = (math.log(low), math.log(high)) if log else (low, high)
-        number = math.exp(rng.uniform(*ends)) if log else rng.uniform(*ends)
-        rounded = round(number) if whole else float(f"{number:.4g}")
-        return min(max(rounded, low), high)
-
-    return draw
-
-
-def _ends(values: Any) -> tuple[float, float] | None:
-    """The ends of a range; None for an invalid one."""
-    if not _is_range(values):
-        return None
-    low, high, scale = values.get("from"), values.get("to"), values.get("scale", "linear")
-    if not _is_list_of([low, high], int | float) or scale not in ("linear", "log"):
-        return None
-    if not -sys.float_info.max <= low < high <= sys.float_info.max:  # also false for NaN
-        return None
-    return None if scale == "log" and low <= 0 else (low, high)
-
-
-def _is_list_of(value: Any, kind: Any) -> bool:
-    """Whether a value is a list of that type; booleans are not numbers."""
-    return isinstance(value, list) and all(
-        isinstance(v, kind) and not isinstance(v, bool) for v in value
-    )
-
-
-def _name_setting(values: Mapping[str, Any]) -> str:
-    """Names a setting by its values."""
-    shown = {k: ",".join(map(str, v)) if isinstance(v, list) else v for k, v in values.items()}
-    return " ".join(f"{key}={value}" for key, value in shown.items())
