@@ -115,6 +115,7 @@ def _step_tokens(
         "confidence": plain(observation.confidence),
         "token_confidence": plain(observation.token_confidence),
         "self_certainty": plain(observation.self_certainty),
+        "max_prob": plain(observation.max_prob),
         **{name: plain(values) for name, values in vars(observation.metrics).items()},
         **extras_fields(records.extras, recording, decode),
     }

@@ -73,6 +73,7 @@ class ScoredToken:
     interaction_strength: float
     token_confidence: float
     self_certainty: float
+    max_prob: float
     top: list[tuple[int, str, float]] | None = None
     layers: list[list[float]] | None = None
 
@@ -114,7 +115,7 @@ def score_tokens(
         reader = TextReader(model, sampler, recording)
         for segment, at, scores in reader.read(segments, batch=1):
             assert scores.measured is not None
-            metrics, extras, (token_confidence, self_certainty) = scores.measured
+            metrics, extras, (token_confidence, self_certainty, max_prob) = scores.measured
             variances = []
             for entropy in plain(metrics.entropy):
                 count += 1
@@ -133,6 +134,7 @@ def score_tokens(
                 **{name: plain(values) for name, values in vars(metrics).items()},
                 token_confidence=plain(token_confidence),
                 self_certainty=plain(self_certainty),
+                max_prob=plain(max_prob),
                 **extras_fields(extras, recording, model.tokenizer.decode_within),
             )
             start = segments[segment].start
@@ -189,7 +191,7 @@ class Scores:
     sound: jax.Array | None  # bool [..., 1+2L], see `AttnStats`; None where it is not checked
     # Metrics, what is recorded of the distribution, and `measure_confidence`; None without a
     # sampler.
-    measured: tuple[Metrics, Extras, tuple[jax.Array, jax.Array]] | None
+    measured: tuple[Metrics, Extras, tuple[jax.Array, jax.Array, jax.Array]] | None
 
 
 def split(text: Sequence[int], context: int, where: str = "") -> list[Text]:

@@ -69,6 +69,7 @@ class TokenRecord:
     confidence: float
     token_confidence: float
     self_certainty: float
+    max_prob: float
     temperature: float
     top_k: int
     top_p: float

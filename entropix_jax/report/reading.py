@@ -39,7 +39,9 @@ _TOKEN = {
     **dict.fromkeys(("text", "regime", "action"), str),
     **dict.fromkeys(METRICS, float),
     "loop": bool,
-    **dict.fromkeys(("token_confidence?", "self_certainty?"), float),  # of later versions
+    **dict.fromkeys(
+        ("token_confidence?", "self_certainty?", "max_prob?"), float
+    ),  # of later versions
     "top?": [(int, str, float)],
     "branches?": [{"tokens": list, "text": str, "chosen": bool, "score?": float}],
     "layers?": [[float]],

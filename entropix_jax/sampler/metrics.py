@@ -77,9 +77,12 @@ def measure(log_probs: jax.Array, stats: AttnStats, layer_weights: jax.Array) ->
     )
 
 
-def measure_confidence(log_probs: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Token confidence and self-certainty of each row's `log_probs[B, V]` (nats, no noise floor):
-    two float32 [B], nats. Both are higher the more certain the model is.
+def measure_confidence(
+    log_probs: jax.Array, number: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Token confidence and self-certainty (nats), and the probability of the most likely token, of
+    each row's `log_probs[B, V]` (nats, no noise floor): three float32 [B]. All are higher the more
+    certain the model is.
 
     Token confidence is `-mean(ln p)` of the `number[B]` most likely tokens, or of all if there
     are fewer (Fu et al. 2025, "Deep Think with Confidence"). Self-certainty is `-mean(ln(V p))` of
@@ -93,7 +96,8 @@ def measure_confidence(log_probs: jax.Array, number: jax.Array) -> tuple[jax.Arr
     number = jnp.minimum(number, size)
     counts = jnp.arange(size, dtype=jnp.int32)[None, :] < number[:, None]
     confidence = -jnp.sum(jnp.where(counts, first, 0.0), axis=-1) / number.astype(jnp.float32)
-    return confidence, -sum_last(log_probs) / vocab - math.log(vocab)
+    certainty = -sum_last(log_probs) / vocab - math.log(vocab)
+    return confidence, certainty, jnp.exp(first[:, 0])
 
 
 def spread(moments: jax.Array, value: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:

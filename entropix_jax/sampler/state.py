@@ -27,9 +27,10 @@ class Observation:
     """Measurements of one distribution, and of the row."""
 
     metrics: Metrics
-    # Float32, nats, of the model's own distribution, see `metrics.measure_confidence`.
-    token_confidence: jax.Array
-    self_certainty: jax.Array
+    # Float32, of the model's own distribution, see `metrics.measure_confidence`.
+    token_confidence: jax.Array  # nats
+    self_certainty: jax.Array  # nats
+    max_prob: jax.Array  # p1, of the most likely token
     # None until `step` has classified the row.
     sequence_varentropy: jax.Array = _LATER  # float32, bits^2, of its entropies, this one included
     regime: jax.Array = _LATER  # int32, index into REGIMES

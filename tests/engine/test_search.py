@@ -83,7 +83,7 @@ class Reference:
     @staticmethod
     def _forced(given: list[TokenRecord], token_id: int) -> TokenRecord:
         # Nothing reads what a forced token records, but its id and that it was forced.
-        return replace(TokenRecord(*[0] * 25), token_id=token_id, action="inject")  # type: ignore[arg-type]
+        return replace(TokenRecord(*[0] * 26), token_id=token_id, action="inject")  # type: ignore[arg-type]
 
     def search(self, request: Request) -> tuple[list[Line], int | None]:
         """The continuations, and which one ended first."""

@@ -25,7 +25,7 @@ from tests.support.samplers import CALIBRATION
 from tests.support.traces import OPTIONAL, load_trace, record
 
 # The contract, in order. More fields stand among them: the agreement as published, which two
-# presets act on, three measures of confidence, and whether a branching was too close to call.
+# presets act on, four measures of confidence, and whether a branching was too close to call.
 PUBLISHED = """row position token_id text regime action logprob entropy varentropy
     sequence_varentropy attn_entropy attn_entropy_norm attn_varentropy agreement
     interaction_strength temperature top_k top_p min_p forwards loop top branches
@@ -37,6 +37,7 @@ MORE = {
     "chosen",
     "token_confidence",
     "self_certainty",
+    "max_prob",
 }
 
 

@@ -181,16 +181,17 @@ def distributions(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 @given(distributions())
 def test_measures(drawn: tuple[np.ndarray, np.ndarray]) -> None:
     """Also where logits are impossible, or as far apart as float32 goes: the measures are finite,
-    as large as that. Both are lowest where all tokens are equally likely."""
+    as large as that. All are lowest where all tokens are equally likely."""
     logits, numbers = drawn
     found = jax.device_get(measured(jnp.asarray(logits), jnp.asarray(numbers)))
-    for row, number, confidence, certainty in zip(logits, numbers, *found, strict=True):
+    for row, number, confidence, certainty, most in zip(logits, numbers, *found, strict=True):
         z = row.astype(np.float64) - row.max().astype(np.float64)
         log_probs = np.maximum(z - np.log(np.exp(z).sum()), -1e30)
         top = np.sort(log_probs)[::-1][:number]
         np.testing.assert_allclose(confidence, -top.mean(), rtol=1e-5, atol=2e-5)
         wanted = -(log_probs + np.log(row.size)).mean()
         np.testing.assert_allclose(certainty, wanted, rtol=2e-5, atol=5e-5)
+        np.testing.assert_allclose(most, np.exp(log_probs.max()), rtol=1e-5)
         assert np.isfinite([confidence, certainty]).all()
         assert confidence >= np.log(len(top)) - 1e-5
         assert certainty >= -5e-5

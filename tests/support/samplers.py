@@ -180,7 +180,7 @@ def context(
         log_probs=jnp.zeros(VOCAB_SIZE) if log_probs is None else log_probs,
         metrics=metrics if settings is None else as_configured(metrics, settings),
         logits=jnp.zeros(VOCAB_SIZE),
-        observation=Observation(metrics, zero, zero, zero, regime=none, rounds=none),
+        observation=Observation(metrics, zero, zero, zero, zero, regime=none, rounds=none),
         settings=settings,
         parts=PARTS,
         vocab_size=VOCAB_SIZE,

@@ -11,6 +11,7 @@ export const METRICS = [
     ["sequence_varentropy", "sequence varentropy", "bits²", "variance of the entropy over the text so far"],
     ["logprob", "log-probability", "nats", "of the token that was drawn"],
     ["token_confidence", "token confidence", "nats", "−mean of ln p of the most likely tokens: higher is surer"],
+    ["max_prob", "p of the most likely", "", "probability of the most likely token"],
     ["self_certainty", "self-certainty", "nats", "divergence from the uniform distribution: higher is surer"],
   ] },
   { title: "Attention at the last position", fields: [
