@@ -5,16 +5,23 @@ data, and supports neither votes nor common random numbers for two samplers.
 """
 
 import json
-import re
-import string
-import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from entropix_jax.errors import UserError
 from entropix_jax.lab.tasks.files import JsonTask
+from entropix_jax.lab.tasks.reading import (
+    contains_words,
+    first_sentence,
+    marked_number,
+    normalize_answer,
+    read_number,
+    read_words,
+    write_number,
+)
 from entropix_jax.lab.tasks.task import Item, Prompt
 
 EXEMPLARS = Path(__file__).with_name("gsm8k_exemplars.jsonl")
@@ -27,13 +34,7 @@ QUESTIONS = (
     ("what is the capital city of new zealand?", "Wellington"),
 )
 
-# A minus after a word or a number is not a sign. `\$` is a dollar in LaTeX.
-_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
-_NUMBER = rf"((?<![\w)])\\?\$?[-−])?\\?\$?({_DIGITS})"
-_ANYWHERE = re.compile(_NUMBER)
-_MARKED = re.compile(rf"####[^\w\n]*?{_NUMBER}")
-_ARTICLE = re.compile(r"\b(a|an|the)\b")
-_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_AUXILIARIES = frozenset("is are was were be has have had do does did can could".split())
 
 
 def ask_after(examples: Sequence[tuple[str, str]], question: str, *, chat: bool) -> Prompt:
@@ -58,25 +59,14 @@ def worked_examples() -> tuple[tuple[str, str], ...]:
     return tuple((one["question"], one["answer"]) for one in solved)
 
 
-def read_number(text: str) -> str | None:
-    """The number after the last `####`, or without one the last number; None without numbers.
+class _Asked(JsonTask):
+    """A task whose entries need a gold answer."""
 
-    Units, thousands' separators and trailing zeros are dropped: `#### -$1,080.50` is `-1080.5`.
-    """
-    *_, last = (None, *(_MARKED.findall(text) or _ANYWHERE.findall(text)))
-    if last is None:
-        return None
-    sign, digits = last
-    number = Decimal(digits.replace(",", ""))
-    return write_number(-number if sign else number)
+    def without_gold(self, number: int, missing: str) -> UserError:
+        return UserError(f"{self.path}: entry {number}: has no gold answer: {missing}")
 
 
-def write_number(number: Decimal) -> str:
-    """A number as `read_number` returns it: without trailing zeros or an exponent."""
-    return f"{number.normalize() + 0:f}"
-
-
-class _WordProblems(JsonTask):
+class _WordProblems(_Asked):
     """The answer is the number after `####`, else the last one."""
 
     stop = ("\nQuestion:",)
@@ -96,9 +86,11 @@ class Gsm8k(_WordProblems):
 
     def parse(self, value: Any, number: int, *, chat: bool) -> Item | None:
         match value:
-            case {"question": str(question), "answer": str(solution)} if (
-                question.strip() and _MARKED.search(solution) and (answer := read_number(solution))
-            ):
+            case {"question": str(question)} if question.strip():
+                solution = value.get("answer")
+                answer = marked_number(solution) if isinstance(solution, str) else None
+                if answer is None:
+                    raise self.without_gold(number, "'answer' is no text with '#### NUMBER'")
                 prompt = ask_after(worked_examples(), question, chat=chat)
                 return Item(f"gsm8k-{number}", prompt, answer)
         return None
@@ -115,50 +107,58 @@ class Svamp(_WordProblems):
 
     def parse(self, value: Any, number: int, *, chat: bool) -> Item | None:
         match value:
-            case {"ID": str(name), "Body": str(body), "Question": str(asked), "Answer": answer} if (
-                isinstance(answer, int | float) and not isinstance(answer, bool)
-            ):
-                exact = Decimal(repr(answer))
-                if exact.is_finite():
-                    problem = f"{body.strip()} {asked.strip()}"
-                    prompt = ask_after(worked_examples()[:4], problem, chat=chat)
-                    return Item(name, prompt, write_number(exact))
+            case {"ID": str(name), "Body": str(body), "Question": str(asked)}:
+                answer = value.get("Answer")
+                if (
+                    not isinstance(answer, int | float)
+                    or isinstance(answer, bool)
+                    or not (exact := Decimal(repr(answer))).is_finite()
+                ):
+                    raise self.without_gold(number, "'Answer' is no finite number")
+                problem = f"{body.strip()} {asked.strip()}"
+                prompt = ask_after(worked_examples()[:4], problem, chat=chat)
+                return Item(name, prompt, write_number(exact))
         return None
 
 
-class NqOpen(JsonTask):
+class NqOpen(_Asked):
     """NQ-open: short questions of users of a search engine, from JSON Lines (Kwiatkowski et al.
-    2019; Lee et al. 2019, arXiv:1906.00300). A text is right if it equals one of the answers after
-    `normalize_answer`."""
+    2019; Lee et al. 2019, arXiv:1906.00300). A text is right if one of the answers occurs in its
+    first sentence."""
 
     name = "nq-open"
     published = "nq_open_dev.jsonl"
     stop = ("\n",)
-    max_new_tokens = 16
-    form = "an object with the text 'question' and the list of texts 'answer'"
+    max_new_tokens = 64
+    form = "an object with the text 'question' and the list of texts 'answer', at least one"
 
     def parse(self, value: Any, number: int, *, chat: bool) -> Item | None:
         match value:
-            case {"question": str(question), "answer": [str(), *_] as answers} if (
-                question.strip() and all(isinstance(answer, str) for answer in answers)
-            ):
-                accepted = tuple(dict.fromkeys(map(normalize_answer, answers)))
-                prompt = ask_after(QUESTIONS, f"{question.strip()}?", chat=chat)
-                return Item(f"nq-open-{number}", prompt, "", accepted=accepted)
+            case {"question": str(question)} if question.strip():
+                match value.get("answer"):
+                    case [str(), *_] as answers if all(
+                        isinstance(answer, str) and answer.strip() for answer in answers
+                    ):
+                        prompt = ask_after(QUESTIONS, f"{question.strip()}?", chat=chat)
+                        accepted = tuple(dict.fromkeys(answers))
+                        return Item(f"nq-open-{number}", prompt, "", accepted=accepted)
+                    case _:
+                        raise self.without_gold(number, "'answer' is no list of texts")
         return None
 
     def extract(self, item: Item, text: str) -> str | None:
-        """The whole text, normalized; None if nothing is left of it."""
-        return normalize_answer(text) or None
+        """The words of the first sentence; None if it has none."""
+        return read_words(first_sentence(text)) or None
 
     def score(self, item: Item, answer: str | None) -> float:
-        """Returns 1 for one of the answers, else 0. Two published answers are empty after
-        normalization: only an empty text matches them, as in the published evaluation."""
-        return float((answer or "") in item.accepted)
+        """Returns 1 if one of the answers occurs in the sentence, else 0. An answer without a word
+        is given only by a text without one."""
+        return float(any(contains_words(answer or "", read_words(a)) for a in item.accepted))
 
-
-def normalize_answer(text: str) -> str:
-    """Lower case without punctuation, articles and superfluous white space, as in the evaluation of
-    Lee et al., which is that of SQuAD (Rajpurkar et al. 2016) on decomposed characters."""
-    text = unicodedata.normalize("NFD", text).lower().translate(_NO_PUNCTUATION)
-    return " ".join(_ARTICLE.sub(" ", text).split())
+    def measures(self, item: Item, text: str) -> Mapping[str, tuple[float, float]]:
+        """Returns whether the text equals one of the answers (`exact`, the published score), and
+        whether it is a phrase of at most four words without an auxiliary verb (`bare`)."""
+        words = read_words(text).split()
+        exact = normalize_answer(text) in map(normalize_answer, item.accepted)
+        bare = 1 <= len(words) <= 4 and _AUXILIARIES.isdisjoint(words)
+        return {"exact": (float(exact), 1.0), "bare": (float(bare), 1.0)}
