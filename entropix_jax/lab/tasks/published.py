@@ -102,7 +102,7 @@ class Svamp(_WordProblems):
 
     name = "svamp"
     published = "svamp.json"
-    max_new_tokens = 128
+    max_new_tokens = 192
     form = "an object with the texts 'ID', 'Body' and 'Question', and the number 'Answer'"
 
     def parse(self, value: Any, number: int, *, chat: bool) -> Item | None:
