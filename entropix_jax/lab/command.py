@@ -70,13 +70,16 @@ class StudyOptions(RunOptions):
     """Python module whose MECHANISMS the samplers may use. It is imported, so its code runs."""
 
 
-def run_study(plan: Callable[[Calibrate], Sweep], options: StudyOptions) -> int:
+def run_study(
+    plan: Callable[[Calibrate], Sweep], options: StudyOptions, *, against: str | None = None
+) -> int:
     """Runs a study, prints its summary, and returns the exit status.
 
     Args:
         plan: returns the sweep, given a function that calibrates a sampler for the model. The model
             is loaded on the first call of that function, so most errors in a sweep are reported
             before that.
+        against: a file of rows to compare those of the study with, instead of a summary.
 
     Raises:
         UserError: any error that a user can fix.
@@ -86,9 +89,11 @@ def run_study(plan: Callable[[Calibrate], Sweep], options: StudyOptions) -> int:
     check_range("--slots", options.slots, 1)
     from entropix_jax.engine.preparation import calibrate_sampler
     from entropix_jax.host.interrupts import deferred_interrupts
+    from entropix_jax.lab.results import find_differences, name_trial, read_rows
     from entropix_jax.lab.study import Study
     from entropix_jax.model.loading import resolve_model
 
+    others = None if against is None else read_rows(against)
     model, folder = model_name(options.model), Path(options.output)
     load_once = cache(lambda: options.load(model))
     sweep = plan(lambda sampler: calibrate_sampler(sampler, load_once()).sampler)
@@ -103,8 +108,17 @@ def run_study(plan: Callable[[Calibrate], Sweep], options: StudyOptions) -> int:
         print("interrupted: run the same command again to continue", file=sys.stderr)
         return 128 + pressed[0]
 
-    # Print the summary, without its pictures.
+    if others is None:
+        show_output(folder)
+        return EXIT_OK
+    found = [*find_differences({name_trial(row): row for row in study.rows}, others)]
+    print("\n".join([*found, f"{len(study.rows)} rows compared, {len(found)} differ"]))
+    return 1 if found else EXIT_OK
+
+
+def show_output(folder: Path) -> None:
+    """Prints a study's summary, without its pictures, and where its files are."""
     page = (folder / "summary.md").read_text(encoding="utf-8")
     print(page.partition("\n![")[0])
-    print(f"written: {folder}/ (summary.md, findings.json, results.csv, plots/)", file=sys.stderr)
-    return EXIT_OK
+    names = "summary.md, findings.json, results.csv, rows.jsonl.xz, plots/"
+    print(f"written: {folder}/ ({names})", file=sys.stderr)

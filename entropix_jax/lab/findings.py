@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,13 @@ from entropix_jax.lab.results import own_measures
 from entropix_jax.lab.statistics import (
     Bootstrap,
     Floats,
+    Resampled,
     joint_intervals,
+    over_curve,
     percentile_interval,
     resampled_auroc,
 )
+from entropix_jax.lab.sweep import Comparison
 from entropix_jax.lab.votes import KINDS, MAJORITY, VOTES, Sample, rotate
 
 SCORE = "score"
@@ -47,7 +50,7 @@ class Findings:
         free: tasks with free text, without votes.
         overall: `ALL`, or the only scored task; None without one.
         means: by setting, of each measure over all texts.
-        costs: task, setting, tokens, forwards and seconds_per_token.
+        costs: task, setting, tokens and forwards.
         values: task, setting, measure, estimate. `compared` marks the measures that a task is
             compared by: its score, or all its measures if it has none.
         differences: task, baseline, setting, measure, estimate, verdict. Intervals of one task and
@@ -57,6 +60,10 @@ class Findings:
         several: task, setting, kind, samples, forwards, estimate of the score.
         predictors: setting, task, and AUROCs.
         tuned: sampler, candidates, unchanged (its score), score (of the best) and values.
+        comparisons: each with a frame of setting, its estimates of the cost and the score, the
+            difference from the curve, verdict and place: `curve` for a point of the curve, `below`
+            or `above` where the cost is outside the curve's, so that its nearer end counts. A pair
+            is named `A - B`. Intervals of the differences of one comparison are joint.
     """
 
     rows: pd.DataFrame
@@ -72,6 +79,7 @@ class Findings:
     several: pd.DataFrame
     predictors: pd.DataFrame
     tuned: pd.DataFrame
+    comparisons: Sequence[tuple[Comparison, pd.DataFrame]]
 
     def to_json(self) -> dict[str, Any]:
         """Returns the frames as lists of records. An estimate is `{value, low, high}`; a missing
@@ -85,17 +93,26 @@ class Findings:
             "predictors": self.predictors,
         }
         options: dict[str, Any] = {"orient": "records", "double_precision": 6}
-        records = {
-            name: json.loads(frame.to_json(default_handler=vars, **options))
-            for name, frame in frames.items()
+
+        def records(frame: pd.DataFrame) -> Any:
+            return json.loads(frame.to_json(default_handler=vars, **options))
+
+        return {
+            "baselines": [*self.baselines],
+            "sizes": [*self.sizes],
+            **{name: records(frame) for name, frame in frames.items()},
+            "comparisons": [
+                {**asdict(comparison), "found": records(frame)}
+                for comparison, frame in self.comparisons
+            ],
         }
-        return {"baselines": [*self.baselines], "sizes": [*self.sizes], **records}
 
 
 class _Sums:
     """Rows summed over seeds: numerators and denominators of each measure by setting and item."""
 
-    def __init__(self, rows: pd.DataFrame, free: Collection[str]) -> None:
+    def __init__(self, rows: pd.DataFrame, diverse: Collection[str]) -> None:
+        """`diverse` are the tasks that need Self-BLEU."""
         self.rows = rows.assign(place=rows.groupby(["task", "item"], sort=False).ngroup())
         self.settings, self.tasks = [*rows["setting"].unique()], [*rows["task"].unique()]
         whole = rows["score"].notna().groupby(rows["task"]).all()
@@ -110,7 +127,6 @@ class _Sums:
             ("logprob", -tokens * np.log(rows["perplexity"]), tokens * wholes["perplexity"]),
             ("tokens", tokens, 1.0),
             ("forwards", rows["forwards"], 1.0),
-            ("seconds_per_token", rows["seconds"], tokens),
         ):
             parts[name], wholes[name] = part, of
         for name in own_measures(rows):  # before others of their names
@@ -124,7 +140,7 @@ class _Sums:
         parts, wholes = (each.groupby(by, sort=False).sum() for each in (parts, wholes))
         parts[SCORE] = (parts[SCORE] / wholes[SCORE]).fillna(0.0)
         wholes[SCORE] = (wholes[SCORE] > 0).astype(float)
-        texts = self.rows[rows["task"].isin(free)].groupby(["setting", "place"])["text"]
+        texts = self.rows[rows["task"].isin(diverse)].groupby(["setting", "place"])["text"]
         bleu = texts.agg(lambda own: self_bleu([*own])).reindex(parts.index).astype(float)
         parts[SELF_BLEU], wholes[SELF_BLEU] = bleu.fillna(0.0), bleu.notna().astype(float)
         self._sums = pd.concat({"part": parts, "whole": wholes}, axis=1)
@@ -144,10 +160,14 @@ class _Sums:
         own = self._chosen(tasks).loc[setting]
         return own["part", name].to_numpy(), own["whole", name].to_numpy()
 
-    def mean_of_items(self, setting: str, name: str, tasks: Sequence[str]) -> Floats:
-        """Means [I] of a measure that all texts have."""
+    def average(
+        self, bootstrap: Bootstrap, setting: str, name: str, tasks: Sequence[str]
+    ) -> Resampled:
+        """Averages a measure like the score: over seeds, then items that have it, then tasks."""
         parts, wholes = self.of_items(setting, name, tasks)
-        return parts / wholes
+        known = wholes > 0
+        means = np.divide(parts, wholes, out=np.zeros(len(parts)), where=known)
+        return bootstrap.ratio(means, known.astype(float))
 
     def means(self, tasks: Sequence[str]) -> pd.DataFrame:
         """The means of each measure over the texts of some tasks, by setting; NaN without one."""
@@ -166,6 +186,7 @@ def analyse(
     sizes: Sequence[int],
     watched: Sequence[str],
     tuned: pd.DataFrame,
+    comparisons: Sequence[Comparison] = (),
 ) -> Findings:
     """Computes a study's findings.
 
@@ -177,9 +198,11 @@ def analyse(
         sizes: numbers of samples for one answer, ascending from 1.
         watched: the settings whose predictors of errors are evaluated.
         tuned: see `Findings`.
+        comparisons: settings to compare with curves, each over some scored task.
     """
     free = frozenset(task for task in rows["task"].unique() if not votes[task])
-    sums = _Sums(rows, free)
+    at_equal_bleu = [one.tasks or rows["task"] for one in comparisons if one.by == SELF_BLEU]
+    sums = _Sums(rows, free.union(*at_equal_bleu))
     scored = sums.scored
     several_tasks = {ALL: scored} if len(scored) > 1 else {}
     groups = {**several_tasks, **{task: [task] for task in sums.tasks}}
@@ -188,7 +211,7 @@ def analyse(
         pd.concat(frames, ignore_index=True) for frames in zip(*compared, strict=True)
     )
     costs = [
-        sums.means(tasks)[["tokens", "forwards", "seconds_per_token"]].assign(task=name)
+        sums.means(tasks)[["tokens", "forwards"]].assign(task=name)
         for name, tasks in groups.items()
     ]
     scores = several = pd.DataFrame()
@@ -213,6 +236,7 @@ def analyse(
         several=several,
         predictors=_predictors(sums, watched),
         tuned=tuned,
+        comparisons=[(one, _compare_on_curve(sums, one)) for one in comparisons],
     )
 
 
@@ -283,64 +307,57 @@ def _scores(
     sizes: Sequence[int],
 ) -> pd.DataFrame:
     bootstrap, found = sums.bootstrap(sums.scored), []
-
-    def curve(name: str) -> Floats:
-        return np.stack([answers[name].loc[(baseline, MAJORITY, k)] for k in sizes])
-
+    votes = [answers.loc[(baseline, MAJORITY, k)] for k in sizes]
+    curve = [
+        (bootstrap.mean_of(vote["forwards"]), bootstrap.mean_of(vote[SCORE])) for vote in votes
+    ]
     for setting in sums.settings:
-        score, cost = (
-            sums.mean_of_items(setting, name, sums.scored) for name in (SCORE, "forwards")
+        cost, score = (
+            sums.average(bootstrap, setting, name, sums.scored) for name in ("forwards", SCORE)
         )
         at_equal = None
         if setting != baseline and len(sizes) > 1:
-            over = bootstrap.over_curve(curve("forwards"), curve(SCORE), cost, score)
-            at_equal = percentile_interval(*over)
-        found.append((setting, bootstrap.mean(cost), at_equal))
+            at_equal = percentile_interval(*over_curve(curve, cost, score))
+        found.append((setting, cost[0], at_equal))
     return pd.DataFrame(found, columns=["setting", "forwards", "at_equal_forwards"])
 
 
-def compare_searches(
-    rows: pd.DataFrame,
-    votes: Mapping[str, bool],
-    curve: Sequence[str],
-    pairs: Sequence[tuple[str, str]],
-) -> pd.DataFrame:
-    """Compares settings with a curve of other settings at equal forward passes, interpolated
-    linearly between their costs, and compares pairs of settings by these differences, averaged over
-    the scored tasks.
+def _compare_on_curve(sums: _Sums, comparison: Comparison) -> pd.DataFrame:
+    """Compares settings with a curve; see `Findings.comparisons`."""
+    tasks = [task for task in sums.scored if task in (comparison.tasks or sums.scored)]
+    bootstrap, curve = sums.bootstrap(tasks), comparison.curve
+    named = dict.fromkeys(itertools.chain(curve, comparison.settings, *comparison.pairs))
+    of = {
+        name: (
+            sums.average(bootstrap, name, comparison.by, tasks),
+            sums.average(bootstrap, name, SCORE, tasks),
+        )
+        for name in named
+    }
+    costs = [of[setting][0][0] for setting in curve]
 
-    Args:
-        rows: as in `analyse`.
-        votes: by the task's name, whether a majority of its answers is meaningful.
-        curve: settings in ascending order of cost, such as votes of more and more samples.
-        pairs: pairs of settings; the first is compared with the second.
+    def outside(setting: str) -> str:
+        cost = of[setting][0][0]
+        return "below" if cost < min(costs) else "above" if cost > max(costs) else ""
 
-    Returns:
-        setting, forwards, score and difference, an `Interval`. All intervals are joint (max-t).
-    """
-    sums = _Sums(rows, frozenset(task for task in rows["task"].unique() if not votes[task]))
-    bootstrap = sums.bootstrap(sums.scored)
-
-    def of(setting: str) -> list[Floats]:
-        return [sums.mean_of_items(setting, name, sums.scored) for name in ("forwards", SCORE)]
-
-    points = sorted((of(setting) for setting in curve), key=lambda point: bootstrap.mean(point[0]))
-    costs, scores = (np.stack(one) for one in zip(*points, strict=True))
-    others = [setting for setting in sums.settings if setting not in curve]
-    found = {s: bootstrap.over_curve(costs, scores, *of(s)) for s in others}
-    for one, other in pairs:
-        (value, each), (less, each_less) = found[one], found[other]
-        found[f"{one} - {other}"] = value - less, each - each_less
-    values, resampled = zip(*found.values(), strict=True)
-    joint = joint_intervals(values, np.stack(resampled))
-    means = {s: [bootstrap.mean(one) for one in of(s)] for s in others}
-    return pd.DataFrame(
-        [
-            (name, *means.get(name, (None, None)), one)
-            for name, one in zip(found, joint, strict=True)
-        ],
-        columns=["setting", "forwards", SCORE, "difference"],
+    heights = {s: over_curve([of[point] for point in curve], *of[s]) for s in named}
+    found = {s: (heights[s], outside(s)) for s in comparison.settings}
+    for one, other in comparison.pairs:
+        (value, each), (less, each_less) = heights[one], heights[other]
+        sides = ", ".join(dict.fromkeys(filter(None, map(outside, (one, other)))))
+        found[f"{one} - {other}"] = (value - less, each - each_less), sides
+    joint = joint_intervals(
+        [over[0] for over, _ in found.values()], np.stack([over[1] for over, _ in found.values()])
     )
+    rows = [(name, None, "", "curve") for name in curve] + [
+        (name, one, one.verdict_with(comparison.margin), side)
+        for (name, (_, side)), one in zip(found.items(), joint, strict=True)
+    ]
+    frame = pd.DataFrame(rows, columns=["setting", "difference", "verdict", "place"])
+    for place, column in enumerate((comparison.by, SCORE)):
+        own = {setting: percentile_interval(*pair[place]) for setting, pair in of.items()}
+        frame[column] = [own.get(name) for name in frame["setting"]]
+    return frame
 
 
 def _several(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pandas as pd
 
 from entropix_jax.lab.findings import PREDICTORS, SCORE, SELF_BLEU, TEXT_MEASURES, Findings
 from entropix_jax.lab.statistics import NOT_SIGNIFICANT, Interval
+from entropix_jax.lab.sweep import Comparison
 from entropix_jax.lab.votes import VOTES
 from entropix_jax.names import REGIMES
 
@@ -47,20 +48,6 @@ def format_page(findings: Findings, about: Mapping[str, Any]) -> str:
     return "\n\n".join([title, "\n".join(described), *_sections(findings)]) + "\n"
 
 
-def format_searches(found: pd.DataFrame, curve: Sequence[str]) -> str:
-    """The section of `compare_searches`, whose curve these settings are."""
-    table = found.assign(
-        forwards=found["forwards"].map("{:.1f}".format, na_action="ignore"),
-        score=found["score"].map("{:.3f}".format, na_action="ignore"),
-        difference=found["difference"].map(_difference),
-    ).fillna("")
-    text = (
-        f"Differences from {', '.join(curve)} at the same forward passes, linearly interpolated. "
-        "All intervals of the table are joint (max-t bootstrap)."
-    )
-    return f"\n## At equal forward passes\n\n{text}\n\n{format_table(table)}\n"
-
-
 def _describe(value: Any) -> str:
     """Formats a JSON value as one line."""
     if isinstance(value, dict):
@@ -76,6 +63,8 @@ def _sections(findings: Findings) -> Iterator[str]:
         yield from _scores(findings)
     if len(findings.several):
         yield from _several(findings)
+    for number, compared in enumerate(findings.comparisons, 1):
+        yield from _comparison(number, *compared)
     yield from _shares(findings)
     if len(findings.predictors):
         yield from _predictors(findings)
@@ -91,12 +80,13 @@ def _spread(frame: pd.DataFrame, column: str, cell: Callable[[Any], str] = str) 
     return table.reset_index()
 
 
-def _difference(interval: Interval | None) -> str:
-    """Formats a difference with its interval, and its direction if it is significant."""
-    if interval is None or not (text := str(interval)):
+def _difference(interval: Interval | None, verdict: str | None = None) -> str:
+    """Formats a difference with its interval, and its verdict unless it is not significant."""
+    if interval is None or not str(interval):
         return ""
     text = f"{interval.value:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
-    return text if interval.verdict == NOT_SIGNIFICANT else f"{text} **{interval.verdict}**"
+    verdict = verdict or interval.verdict
+    return text if verdict == NOT_SIGNIFICANT else f"{text} **{verdict}**"
 
 
 def _tasks(findings: Findings) -> Iterator[str]:
@@ -204,6 +194,29 @@ def _several(findings: Findings) -> Iterator[str]:
             last = last[~last["kind"].isin(VOTES)]
         table = format_table(_spread(last, "kind"))
         yield f"`{task}`, {findings.sizes[-1]} samples (forwards):\n\n{table}"
+
+
+def _comparison(number: int, comparison: Comparison, found: pd.DataFrame) -> Iterator[str]:
+    cost = format_name(comparison.by)
+    yield f"## Comparison {number}: at equal {cost}"
+    text = (
+        f"Differences of scores over {', '.join(comparison.tasks) or 'the scored tasks'} from a "
+        f"curve at the same {cost}: straight lines between the points marked `curve`, and beyond "
+        "them the score of the nearest point (`below`, `above`). All differences of the table have "
+        "joint 95 % intervals (max-t bootstrap)."
+    )
+    if comparison.margin is not None:
+        text += f" **equivalent**: not significant, and within +-{comparison.margin:g}."
+    yield text
+    differences = map(_difference, found["difference"], found["verdict"])
+    columns = {
+        "setting": found["setting"],
+        "": found["place"],
+        cost: found[comparison.by],
+        "score [95 %]": found[SCORE],
+        "difference": [*differences],
+    }
+    yield format_table(pd.DataFrame(columns).fillna(""))
 
 
 def _shares(findings: Findings) -> Iterator[str]:

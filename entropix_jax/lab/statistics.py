@@ -14,12 +14,14 @@ import pandas as pd
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+Resampled = tuple[float, Floats]  # an estimate, and the same of each resample
 
 RESAMPLES = 10_000
 _AUROC_RESAMPLES = 1000  # fewer, since each is a sort
 _COVERAGE = 0.95
 _ROUNDING = 1e-9  # differences below are rounding errors
 NOT_SIGNIFICANT = "not significant"
+EQUIVALENT = "equivalent"
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,12 @@ class Interval:
         if self.low > _ROUNDING:
             return "higher"
         return "lower" if self.high < -_ROUNDING else NOT_SIGNIFICANT
+
+    def verdict_with(self, margin: float | None) -> str:
+        """The verdict; `equivalent` if the difference is not significant and its interval lies
+        within +-`margin`."""
+        inside = margin is not None and max(-self.low, self.high) <= margin
+        return EQUIVALENT if inside and self.verdict == NOT_SIGNIFICANT else self.verdict
 
 
 class Bootstrap:
@@ -71,9 +79,13 @@ class Bootstrap:
 
     def estimate(self, scores: Floats) -> Interval:
         """The mean over tasks of the mean over items of `scores[I]`, with its interval."""
-        return percentile_interval(self.mean(scores), self._weights @ scores)
+        return percentile_interval(*self.mean_of(scores))
 
-    def ratio(self, parts: Floats, wholes: Floats) -> tuple[float, Floats]:
+    def mean_of(self, values: Floats) -> Resampled:
+        """The mean of `values[I]`, and that of each resample [resamples]."""
+        return self.mean(values), self._weights @ values
+
+    def ratio(self, parts: Floats, wholes: Floats) -> Resampled:
         """The mean of `parts[I]` over the mean of `wholes[I]`, and the same of each resample
         [resamples]; NaN where the wholes are 0."""
         over, under = self._weights @ parts, self._weights @ wholes
@@ -81,19 +93,35 @@ class Bootstrap:
         whole = self.mean(wholes)
         return self.mean(parts) / whole if whole else float("nan"), each
 
-    def over_curve(
-        self, costs: Floats, curve: Floats, cost: Floats, scores: Floats
-    ) -> tuple[float, Floats]:
-        """Returns the difference between `scores[I]` at `cost[I]` forward passes and a curve at the
-        same cost (linear, clamped at both ends), and that of each resample.
 
-        Args:
-            costs, curve: [n, I], forward passes and scores of each item at n points of the curve.
-        """
-        even = np.interp(self._even @ cost, costs @ self._even, curve @ self._even)
-        at, xs, ys = (self._weights @ v.T for v in (cost, costs, curve))
-        each = np.array([np.interp(*found) for found in zip(at, xs, ys, strict=True)])
-        return self.mean(scores) - float(even), self._weights @ scores - each
+def over_curve(
+    curve: Sequence[tuple[Resampled, Resampled]], cost: Resampled, score: Resampled
+) -> Resampled:
+    """Returns the difference between a score and a curve at the same cost, and that of each
+    resample.
+
+    The curve is piecewise linear and constant beyond its ends. Every resample has a curve of its
+    own, whose points are sorted by its own costs.
+
+    Args:
+        curve: costs and scores of its points, at least two; a point without a cost is left out.
+    """
+
+    def joined(resampled: Resampled) -> Floats:
+        return np.append(resampled[0], resampled[1])
+
+    xs, ys = (np.stack([joined(point[axis]) for point in curve], axis=1) for axis in (0, 1))
+    order = np.argsort(xs, axis=1, kind="stable")  # NaN last
+    xs, ys = (np.take_along_axis(each, order, axis=1) for each in (xs, ys))
+    at, height = joined(cost), ys[:, 0]
+    for left in range(len(curve) - 1):
+        (x0, y0), (x1, y1) = ((xs[:, n], ys[:, n]) for n in (left, left + 1))
+        run = x1 - x0
+        share = np.divide(at - x0, run, out=np.zeros_like(run), where=run > 0).clip(0, 1)
+        height = np.where(at > x0, y0 + share * (y1 - y0), height)
+    height = np.where(np.isnan(at), np.nan, height)
+    found = joined(score) - height
+    return float(found[0]), found[1:]
 
 
 def percentile_interval(value: float, resampled: Floats) -> Interval:

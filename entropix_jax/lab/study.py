@@ -7,7 +7,6 @@ row. Tables, plots and summary are made from them at the end.
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import platform
 import shutil
@@ -21,21 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import pandas as pd
 
 from entropix_jax.batch.output import Store
 from entropix_jax.batch.records import content_hash
 from entropix_jax.cli.status import ProgressView
 from entropix_jax.engine.preparation import CalibratedSampler
-from entropix_jax.engine.search import SINGLE
 from entropix_jax.errors import UserError
-from entropix_jax.host.files import replacing
-from entropix_jax.lab.findings import analyse, compare_searches
-from entropix_jax.lab.page import format_page, format_searches
-from entropix_jax.lab.plots import draw_plots
-from entropix_jax.lab.results import read_results, write_results, write_scores
+from entropix_jax.lab.outputs import describe, find_best, find_tasks, write_json, write_output
+from entropix_jax.lab.results import Row, read_results
 from entropix_jax.lab.sweep import NONE, ByTask, Setting, Sweep, name_tuned
-from entropix_jax.lab.tasks.registry import find_task
 from entropix_jax.lab.tasks.task import Split, Task
 from entropix_jax.lab.trials import TUNING, Phase, Question, TrialRun, read_questions
 from entropix_jax.model.loading import LanguageModel
@@ -44,7 +37,6 @@ from entropix_jax.version import __version__
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "safetensors", "tokenizers")
 _CAPACITY_STEP = 64  # tokens; cache capacities are multiples of it
-_SIZES = (1, 3, 5, 7, 9, 15, 25, 41)  # samples for one answer; odd, as two that differ tie
 
 
 class Study:
@@ -69,16 +61,8 @@ class Study:
         self._capacity = 0
         self._run: TrialRun | None = None
         self._stopping = False
-        self._tasks = [find_task(name) for name in sweep.tasks]
-        names = [task.name for task in self._tasks]
-        if len(set(names)) < len(names):
-            raise UserError(f"two tasks are called '{max(names, key=names.count)}'")
-        for key in ("items", "skip", "most_seeds", "max_new_tokens"):
-            getattr(sweep, key).check_tasks(key, names)
-        if sweep.tuning is not None:
-            sweep.tuning.items.check_tasks("tuning.items", names)
-        if sweep.tuning and not any(task.scored for task in self._tasks):
-            raise UserError(f"tuning: no score to tune by: {', '.join(names)} has none")
+        self.rows: list[Row] = []  # of the finished study
+        self._tasks = find_tasks(sweep)
         for setting in sweep.settings:
             where, method = f"setting '{setting.name}'", setting.method
             if setting.forks > slots:
@@ -122,7 +106,7 @@ class Study:
             sweep.seeds,
             sweep.most_seeds,
         )
-        settings, tuned = list(sweep.settings), []
+        settings, tuning_rows = list(sweep.settings), list[Row]()
         if tuning is None:
             self._shape((test, len(settings)))
         else:
@@ -134,24 +118,27 @@ class Study:
             number = len(settings) + len(tuning.candidates)
             self._shape((phase, len(candidates)), (test, number))
             about = {"split": "tuning", "items": tuning.items.to_json()}
-            results = self._run_phase(phase, about, candidates)
-            if results is None:
+            found = self._run_phase(phase, about, candidates)
+            if found is None:
                 return False
-            for name, group in tuning.candidates.items():
-                best, result = _choose_best(results, name, group)
-                settings.append(best)
-                tuned.append(result)
+            tuning_rows = found
+            best = {*find_best(found, tuning)["best"]}
+            settings += [
+                replace(one, name=name_tuned(name, group), varied={})
+                for name, group in tuning.candidates.items()
+                for one in group
+                if one.name in best
+            ]
 
         # Test: run all settings on the test split.
         about = {"split": sweep.split, "items": sweep.items.to_json()}
         optional = {"skip": sweep.skip, "most_seeds": sweep.most_seeds}
         about |= {key: value.to_json() for key, value in optional.items() if value != NONE}
-        results = self._run_phase(test, about, settings)
-        if results is None:
+        rows = self._run_phase(test, about, settings)
+        if rows is None:
             return False
-        fewest = min(len(test.seeds_of(task)) for task in self._tasks)
-        sizes = [k for k in _SIZES if k <= fewest]
-        self._write(results, settings, sizes, pd.DataFrame(tuned))
+        self._write(settings, tuning_rows, rows)
+        self.rows = rows
         return True
 
     def _questions(
@@ -172,7 +159,7 @@ class Study:
 
     def _run_phase(
         self, phase: Phase, about: Mapping[str, Any], settings: Sequence[Setting]
-    ) -> pd.DataFrame | None:
+    ) -> list[Row] | None:
         """Runs the rows of a phase without a result; None if the run was stopped."""
         number = phase.rows * len(settings)
         self._run = run = TrialRun(
@@ -216,29 +203,11 @@ class Study:
         }
 
     def _write(
-        self,
-        results: pd.DataFrame,
-        settings: Sequence[Setting],
-        sizes: Sequence[int],
-        tuned: pd.DataFrame,
+        self, settings: Sequence[Setting], tuning: Sequence[Row], test: Sequence[Row]
     ) -> None:
-        """Computes the findings, and writes tables, plots and the summary."""
-        sweep, folder = self._sweep, self._folder
+        """Writes the study's description and its output."""
         assert self._run is not None
-        samplers = self._run.samplers
-        findings = analyse(
-            results,
-            {task.name: task.votes for task in self._tasks},
-            baselines=(sweep.baseline, *sweep.baselines),
-            sizes=sizes,
-            watched=list(dict.fromkeys((settings[0].name, sweep.baseline))),
-            tuned=tuned,
-        )
-
-        # The files.
-        write_results(results, folder / "results.csv")
-        write_scores(results, folder / "scores.csv")
-        about = self._about(settings, len(results))
+        samplers, about = self._run.samplers, self._about(len(settings), len(test))
         parameters = {
             setting.name: {
                 "sampler": setting.sampler.name,
@@ -248,47 +217,18 @@ class Study:
             }
             for setting in settings
         }
-        _write_json(folder / "study.json", about | {"settings": parameters})
-        _write_json(folder / "findings.json", findings.to_json())
-        plots = draw_plots(findings, folder / "plots")
-        page = format_page(findings, about) + self._compare_searches(results, settings)
-        page += "".join(f"\n![{name}](plots/{name}.png)\n" for name in plots)
-        with replacing(folder / "summary.md") as scratch:
-            scratch.write_text(page, encoding="utf-8", errors="backslashreplace")
+        write_json(self._folder / "study.json", about | {"settings": parameters})
+        names = [setting.name for setting in settings]
+        write_output(self._sweep, self._tasks, names, tuning, test, about, self._folder)
 
-    def _compare_searches(self, results: pd.DataFrame, settings: Sequence[Setting]) -> str:
-        """The section on searches at equal forward passes, if there are any to compare: with one
-        sample of the baseline and its self-consistency, and `NAME-N` with `random-forks-N`."""
-        base = next(s for s in settings if s.name == self._sweep.baseline)
-        votes = [s for s in settings if s.method.name == "self-consistency"]
-        curve = [base.name, *(s.name for s in votes if s.sampler.name == base.sampler.name)]
-        others = [s.name for s in settings if s.method is not SINGLE and s.name not in curve]
-        if len(curve) < 2 or not others or not any(task.scored for task in self._tasks):
-            return ""
-        random = {s.forks: s.name for s in settings if s.method.is_random}
-        pairs = [
-            (s.name, random[s.forks])
-            for s in settings
-            if s.method.forks_at is not None and not s.method.is_random and s.forks in random
-        ]
-        meaningful = {task.name: task.votes for task in self._tasks}
-        return format_searches(compare_searches(results, meaningful, curve, pairs), curve)
-
-    def _about(self, settings: Sequence[Setting], rows: int) -> dict[str, Any]:
+    def _about(self, settings: int, rows: int) -> dict[str, Any]:
         """Describes what was run, and with what."""
-        sweep, model = self._sweep, self._model
+        model = self._model
         return {
-            "description": sweep.description,
+            "description": self._sweep.description,
             "model": f"{self._name} ({model.fingerprint})",
             "precision": model.precision.to_json(),
-            "tasks": [task.name for task in self._tasks],  # without paths
-            "split": sweep.split,
-            "items of each task": sweep.items.to_json() or "all",
-            **({"items skipped": sweep.skip.to_json()} if sweep.skip != NONE else {}),
-            "seeds": list(sweep.seeds),
-            **({"seeds of a task": sweep.most_seeds.to_json()} if sweep.most_seeds != NONE else {}),
-            "settings": len(settings),
-            "rows": rows,
+            **describe(self._sweep, self._tasks, settings, rows),
             "versions": {
                 "entropix_jax": __version__,
                 **{name: version(name) for name in _PACKAGES},
@@ -308,25 +248,6 @@ def _search(setting: Setting) -> dict[str, Any]:
     return {} if setting.forks == 1 else {"method": setting.method.name, "forks": setting.forks}
 
 
-def _choose_best(
-    rows: pd.DataFrame, name: str, group: Sequence[Setting]
-) -> tuple[Setting, dict[str, Any]]:
-    """Returns the candidate with the highest score (on a tie the cheaper, then the first) and its
-    row of `Findings.tuned`."""
-    items = rows.groupby(["setting", "task", "item"])[["score", "forwards"]].mean()
-    scores = items["score"].groupby(["setting", "task"]).mean().groupby("setting").mean()
-    costs = items["forwards"].groupby("setting").mean()
-    best = max(group, key=lambda one: (round(scores[one.name], 9), -costs[one.name]))
-    tuned = {
-        "sampler": name,
-        "candidates": len(group),
-        "unchanged": scores[group[0].name],
-        "score": scores[best.name],
-        "values": best.varied,
-    }
-    return replace(best, name=name_tuned(name, group), varied={}), tuned
-
-
 def _hash_code(task: Task) -> str | None:
     """A hash of the source file of a task's class; None without one."""
     try:
@@ -334,11 +255,6 @@ def _hash_code(task: Task) -> str | None:
         return None if file is None else content_hash(Path(file).read_bytes())
     except (OSError, TypeError):
         return None
-
-
-def _write_json(path: Path, content: Any) -> None:
-    with replacing(path) as scratch:
-        scratch.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def checked_out_commit() -> str | None:

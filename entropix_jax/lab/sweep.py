@@ -31,8 +31,10 @@ _MAX_SETTINGS = 100_000
 _MAX_SEED = 2**63 - 1  # an int64 column
 _KEYS = (
     *("description", "tasks", "items", "skip", "seeds", "most_seeds", "split", "max_new_tokens"),
-    *("base", "baseline", "baselines", "set", "samplers", "settings", "grid", "tuning"),
+    *("base", "baseline", "baselines", "set", "samplers", "settings", "grid", "tuning", "compare"),
 )
+_COMPARISON_KEYS = ("by", "curve", "settings", "pairs", "margin", "tasks")
+COSTS = ("self_bleu", "forwards")  # measures that a comparison holds equal
 
 Calibrate = Callable[[Sampler], Sampler]  # resolves a sampler's percentiles for a model
 
@@ -93,6 +95,25 @@ class Tuning:
 
 
 @dataclass(frozen=True)
+class Comparison:
+    """Settings to compare with a curve of other settings where both have the same `by`, one of
+    `COSTS`.
+
+    `pairs` are compared by their heights over the curve. A difference within +-`margin` is
+    equivalent to 0. Scores are averaged over `tasks`, or all scored ones. `key` is the place in the
+    sweep file.
+    """
+
+    key: str
+    by: str
+    curve: tuple[str, ...]
+    settings: tuple[str, ...]
+    pairs: tuple[tuple[str, str], ...] = ()
+    margin: float | None = None
+    tasks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Sweep:
     """A study's specification."""
 
@@ -108,6 +129,7 @@ class Sweep:
     most_seeds: ByTask = NONE  # how many of the seeds a task takes; 0: all
     split: Split = "test"
     baselines: tuple[str, ...] = ()  # further ones
+    comparisons: tuple[Comparison, ...] = ()
 
 
 def read_sweep(
@@ -141,6 +163,43 @@ def make_sweep(
         UserError: the content is invalid; the message names the key.
     """
     return _Reader(_Table(content, "", _KEYS), folder, calibrate, mechanisms, data).sweep()
+
+
+def _read_comparison(table: _Table, names: Sequence[str]) -> Comparison:
+    """Reads one table of comparisons between settings of these names."""
+    by, key = table.text("by"), table.name
+    if by not in COSTS:
+        raise UserError(f"{key}.by = {by!r}: must be one of {', '.join(COSTS)}")
+    curve = table.values_of("curve", str)
+    others = [name for name in names if name not in curve]
+    settings = table.values_of("settings", str, others)
+    pairs = table.values.get("pairs", [])
+    if not isinstance(pairs, list) or not all(is_list_of(p, str) and len(p) == 2 for p in pairs):
+        raise UserError(f"{key}.pairs: must be a list of pairs of settings")
+    for place, named in (
+        ("curve", curve),
+        ("settings", settings),
+        ("pairs", [*itertools.chain(*pairs)]),
+    ):
+        _check_names(f"{key}.{place}", named, names)
+    if len(curve) < 2:
+        raise UserError(f"{key}.curve: must have at least two settings")
+    if not settings and not pairs:
+        raise UserError(f"{key}.settings: must name a setting to compare")
+    margin = table.values.get("margin")
+    if margin is not None and not (is_list_of([margin], int | float) and margin > 0):
+        raise UserError(f"{key}.margin = {margin!r}: must be a number above 0")
+    tasks = table.values_of("tasks", str)
+    return Comparison(
+        key, by, curve, settings, tuple((one, other) for one, other in pairs), margin, tasks
+    )
+
+
+def _check_names(key: str, given: Sequence[str], names: Sequence[str]) -> None:
+    """Raises a UserError if a given setting is not one of these names."""
+    for name in given:
+        if name not in names:
+            raise UserError(f"{key} = '{name}': no such setting{nearest(name, names)}")
 
 
 @contextmanager
@@ -212,6 +271,7 @@ class _Table:
                 within = f"{name}: " if name else ""
                 raise UserError(f"{within}no key '{key}'{nearest(key, known)}")
         self.values = values
+        self.name = name
         self._prefix = f"{name}." if name else ""
 
     def __contains__(self, key: str) -> bool:
@@ -219,6 +279,14 @@ class _Table:
 
     def table(self, key: str, known: Sequence[str] = ()) -> _Table:
         return _Table(self.values.get(key, {}), f"{self._prefix}{key}", known)
+
+    def tables(self, key: str) -> Iterator[_Table]:
+        """An array of comparisons, [[key]]."""
+        values = self.values.get(key, [])
+        if not isinstance(values, list):
+            raise UserError(f"{self._prefix}{key}: must be an array of tables, [[{key}]]")
+        for number, own in enumerate(values, 1):
+            yield _Table(own, f"{self._prefix}{key}.{number}", _COMPARISON_KEYS)
 
     def flat(self, key: str) -> dict[str, Any]:
         """A table with dotted keys."""
@@ -288,9 +356,8 @@ class _Reader:
         names = list_names(settings, tuning)
         baseline = table.text("baseline") or names[0]
         baselines = table.values_of("baselines", str)
-        for key, name in (("baseline", baseline), *(("baselines", name) for name in baselines)):
-            if name not in names:
-                raise UserError(f"{key} = '{name}': no such setting{nearest(name, names)}")
+        _check_names("baseline", [baseline], names)
+        _check_names("baselines", baselines, names)
         return Sweep(
             description=table.text("description") or "",
             tasks=tasks,
@@ -304,6 +371,7 @@ class _Reader:
             tuning=tuning,
             baseline=baseline,
             baselines=tuple(name for name in baselines if name != baseline),
+            comparisons=tuple(_read_comparison(own, names) for own in table.tables("compare")),
         )
 
     def _settings(self, tuning: Tuning | None) -> Iterator[Setting]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import math
 from collections.abc import Iterator
@@ -13,11 +14,21 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from entropix_jax.errors import UserError
 from entropix_jax.lab.findings import ALL, SCORE, Findings, analyse
+from entropix_jax.lab.measures import self_bleu
 from entropix_jax.lab.page import format_page
 from entropix_jax.lab.plots import draw_plots
-from entropix_jax.lab.results import results_frame, write_results, write_scores
-from entropix_jax.lab.statistics import Interval
+from entropix_jax.lab.results import (
+    find_differences,
+    name_trial,
+    read_rows,
+    results_frame,
+    write_results,
+    write_rows,
+)
+from entropix_jax.lab.statistics import Bootstrap, Interval
+from entropix_jax.lab.sweep import Comparison
 from entropix_jax.lab.votes import KINDS
 
 PREDICTORS = "mean_entropy max_entropy mean_varentropy max_varentropy perplexity".split()
@@ -73,9 +84,10 @@ def row(
     }
 
 
-def analyse_rows(found: list[dict[str, Any]], sizes: tuple[int, ...] = (1, 3)) -> Findings:
-    frame = results_frame(found)
-    return analyse(frame, VOTES, ("plain", "wide"), sizes, ["plain", "sharp"], pd.DataFrame())
+def analyse_rows(found: list[dict[str, Any]], *comparisons: Comparison) -> Findings:
+    frame, tuned = results_frame(found), pd.DataFrame()
+    names = ("plain", "wide")
+    return analyse(frame, VOTES, names, (1, 3), ["plain", "sharp"], tuned, comparisons)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +130,6 @@ def test_measures_are_parts_over_wholes(findings: Findings) -> None:
         for measure, mean in wanted.items():
             assert value(findings, "tales", setting, measure).value == pytest.approx(mean)
         costs = findings.costs.set_index(["task", "setting"]).loc[("tales", setting)]
-        assert costs["seconds_per_token"] == pytest.approx(0.5 * len(own) / tokens)
         assert costs["forwards"] == pytest.approx(np.mean([one["forwards"] for one in own]))
     # A task's own measure comes before another of its name.
     renamed = [{**one, "measures": {"repetition": [1, 4]}} for one in rows()]
@@ -203,22 +214,160 @@ def test_texts_without_tokens() -> None:
     assert any(line.strip("| ") == "wide" for line in page.splitlines())
 
 
-def test_files(tmp_path: Path) -> None:
+# A comparison on a curve
+
+
+def curve_of(cost: str, tasks: tuple[str, ...], margin: float | None = None) -> Comparison:
+    return Comparison(
+        *("compare.1", cost, ("wide", "plain"), ("sharp",)),
+        *((("sharp", "wide"), ("plain", "sharp")), margin, tasks),
+    )
+
+
+@pytest.mark.parametrize("cost", ["forwards", "self_bleu"])
+@pytest.mark.parametrize("tasks", [(), ("rules",)])
+def test_a_comparison_is_a_bootstrap_of_heights_over_a_curve(
+    cost: str, tasks: tuple[str, ...]
+) -> None:
+    if cost == "self_bleu":
+        pytest.importorskip("sacrebleu")
+    names = tasks or SCORED
+    ((_, found),) = analyse_rows([*rows()], curve_of(cost, tasks, 2.0)).comparisons
+    assert [*found["setting"]] == ["wide", "plain", "sharp", "sharp - wide", "plain - sharp"]
+    assert [*found["place"]][:2] == ["curve", "curve"]
+    verdicts = [one.verdict_with(2.0) for one in found["difference"][2:]]
+    assert [*found["verdict"]] == ["", "", *verdicts]
+
+    def means(key: str, setting: str) -> Any:
+        """By item; those of an item's samples are averaged, or compared with each other."""
+        groups = [group for task in names for group in by_item(task, setting)]
+        if key == "self_bleu":
+            return np.array([self_bleu([one["text"] for one in group]) for group in groups])
+        return np.array([np.mean([one[key] for one in group]) for group in groups])
+
+    strata = [task for task in range(len(names)) for _ in range(ITEMS)]
+    even = np.full(len(strata), 1 / len(strata))
+    weights = np.vstack([even, Bootstrap(strata)._weights])
+    at, score = ({name: weights @ means(key, name) for name in SETTINGS} for key in (cost, "score"))
+
+    def height(setting: str, draw: int) -> float:
+        curve = sorted((at[name][draw], score[name][draw]) for name in ("plain", "wide"))
+        on_curve = np.interp(at[setting][draw], [x for x, _ in curve], [y for _, y in curve])
+        return float(score[setting][draw] - on_curve)
+
+    each = np.array(
+        [
+            [
+                height("sharp", draw),
+                height("sharp", draw) - height("wide", draw),
+                height("plain", draw) - height("sharp", draw),
+            ]
+            for draw in range(len(weights))
+        ]
+    )
+    value, drawn = each[0], each[1:]
+    spread = drawn.std(axis=0)
+    critical = np.quantile((np.abs(drawn - value) / spread).max(axis=1), 0.95)
+    for one, center, s in zip(found["difference"][2:], value, spread, strict=True):
+        expected = (center, center - critical * s, center + critical * s)
+        assert (one.value, one.low, one.high) == pytest.approx(expected, abs=1e-9)
+    for name in SETTINGS:
+        (row,) = found[found["setting"] == name].to_dict("records")
+        for key, known in ((cost, at[name]), ("score", score[name])):
+            expected = (known[0], *np.quantile(known[1:], [0.025, 0.975]))
+            assert (row[key].value, row[key].low, row[key].high) == pytest.approx(expected)
+
+
+def test_a_comparison_outside_of_its_curve_says_so() -> None:
+    """The cost of `sharp` lies between those of the others, that of `plain` below theirs."""
+    between, below = (
+        analyse_rows([*rows()], Comparison("compare.1", "forwards", curve, (one,), ((one, other),)))
+        for one, other, curve in (
+            ("sharp", "plain", ("plain", "wide")),
+            ("plain", "sharp", ("sharp", "wide")),
+        )
+    )
+    for findings, places in ((between, ["", ""]), (below, ["below", "below"])):
+        ((comparison, found),) = findings.comparisons
+        assert [*found["place"]][2:] == places
+        page = format_page(findings, {"description": ""})
+        section = page.partition("## Comparison 1: at equal forwards")[2].partition("##")[0]
+        lines = [line for line in section.splitlines() if line.startswith("|")]
+        assert [line.split("|")[2].strip() for line in lines[2:]] == ["curve", "curve", *places]
+        (one,) = findings.to_json()["comparisons"]
+        assert one["curve"] == comparison.curve
+        assert one["found"][2]["difference"]["value"] == pytest.approx(
+            found["difference"][2].value, abs=1e-6
+        )
+        assert one["found"][0]["difference"] is None
+    # Clamped: the difference from the nearer end.
+    scores = [value(below, ALL, name, SCORE).value for name in ("plain", "sharp")]
+    ((_, found),) = below.comparisons
+    assert found["difference"][2].value == pytest.approx(scores[0] - scores[1])
+
+
+# Files
+
+
+def test_results_as_csv(tmp_path: Path) -> None:
     """An item's id may be any text of JSON."""
     found = [{**one, "item": "\ud800", "varied": {"a.b": 1}} for one in rows()][-2:]
-    frame = results_frame(found)
-    write_scores(frame, tmp_path / "scores.csv")
-    write_results(frame, tmp_path / "results.csv")
-    _, line, _ = (tmp_path / "scores.csv").read_text().splitlines()
+    write_results(results_frame(found), tmp_path / "results.csv")
     part, whole = found[0]["measures"]["odd_words"]
-    tokens = found[0]["tokens"]
-    assert line == f"tales,\\ud800,wide,1,,{tokens},{tokens + 2},end,odd_words={part}/{whole}"
     heading, line, _ = (tmp_path / "results.csv").read_text().splitlines()
     assert heading.endswith(",text,a.b,measure_odd_words,measure_odd_words_of")
     assert line.endswith(f",1,{part}.0,{whole}.0")
     write_results(results_frame([{**found[0], "text": "a\rb\nc"}]), tmp_path / "results.csv")
     with (tmp_path / "results.csv").open(newline="", encoding="utf-8") as file:
         assert [row["text"] for row in csv.DictReader(file)] == ["a\rb\nc"]
+
+
+def test_rows_are_read_from_all_their_files(tmp_path: Path) -> None:
+    """Written ones are the same bytes, whatever their times; a run's are in the order of trials."""
+    found = [{**one, "text": "\ud800"} for one in rows()]
+    stored = [
+        {**one, "id": name_trial(one), "line": line, "digest": "0"}
+        for line, one in enumerate(found, 1)
+    ]
+    text = "".join(json.dumps(one) + "\n" for one in reversed(stored))
+    (tmp_path / "test.jsonl").write_text(text)
+    (tmp_path / "test.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    first = read_rows(str(tmp_path / "test.jsonl"))
+    assert [*first] == [name_trial(one) for one in found]
+    for name in ("test.jsonl", "test.jsonl.gz"):
+        write_rows(read_rows(str(tmp_path / name)).values(), tmp_path / f"{name}.xz")
+    again = read_rows(str(tmp_path / "test.jsonl.xz"))
+    assert [*again.items()] == [*first.items()]
+    sizes = {(tmp_path / f"test.jsonl{end}.xz").read_bytes() for end in ("", ".gz")}
+    assert len(sizes) == 1
+    (row, *_), given = first.values(), found[0]
+    assert row["text"] == given["text"]
+    assert not {"id", "line", "digest", "timings"} & {*row}
+    assert row["perplexity"] == pytest.approx(given["perplexity"], rel=1e-5)
+
+
+def test_differences_of_rows() -> None:
+    """Rounding is none."""
+    found = {name_trial(one): one for one in rows()}
+    first, second, third, *_ = found
+    near = {**found[first], "perplexity": found[first]["perplexity"] * 1.0001}
+    other = {**found[second], "tokens": 99, "score": 0.5}
+    assert not [*find_differences({first: near}, found)]
+    (line,) = find_differences({first: near, second: other}, found)
+    assert line.startswith(f"{second}: ")
+    assert "was" in line
+    assert [*find_differences({third: found[third]}, {})] == [f"{third}: missing"]
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"phase": "test"}'])
+def test_a_line_that_is_no_row(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(next(rows())) + f"\n{line}\n")
+    with pytest.raises(UserError, match="line 2 is not a row of a study"):
+        read_rows(str(path))
+    path.write_text((json.dumps(next(rows())) + "\n") * 2)
+    with pytest.raises(UserError, match="line 2: has the row 'test/sums/0/plain/0' twice"):
+        read_rows(str(path))
 
 
 def test_plots(findings: Findings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,9 @@ forks = 3
 sampler = "min-p"
 method = "dts"
 forks = 3
+[[compare]]
+by = "forwards"
+curve = ["one", "several"]
 """
 
 
@@ -46,10 +50,9 @@ def test_methods_are_settings(tmp_path: Path) -> None:
         assert one["answer"] in row["votes"] or one["answer"] is None
     assert any(row["forks"] for row in rows if row["setting"] == "forks")
     page = (output / "summary.md").read_text()
-    section = page[page.index("## At equal forward passes") :]
-    assert "Differences from one, several at the same forward passes" in section
+    section = page[page.index("## Comparison 1: at equal forwards") :]
     mean = sum(row["forwards"] for row in rows if row["setting"] == "forks") / 3
-    assert f"| forks     | {mean:.1f}" in section
+    assert re.search(rf"\| forks +\| +\| {mean:.3f} \[", section)
     study = json.loads((output / "study.json").read_text())
     assert study["settings"]["forks"]["method"] == "dts"
     assert "method" not in study["settings"]["one"]

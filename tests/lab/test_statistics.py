@@ -21,6 +21,7 @@ from entropix_jax.lab.statistics import (
     Interval,
     auroc,
     joint_intervals,
+    over_curve,
     percentile_interval,
     resampled_auroc,
 )
@@ -48,9 +49,9 @@ def test_equal_scores_have_an_interval_without_width(items: int) -> None:
     bootstrap = Bootstrap([0] * items + [1] * 3, resamples=500)
     found = bootstrap.estimate(np.ones(items + 3))
     assert (found.value, found.low, found.high) == pytest.approx((1, 1, 1), abs=1e-14)
-    costs, curve = np.ones((2, items + 3)), np.ones((2, items + 3))
-    costs[1] = 3.0
-    over = bootstrap.over_curve(costs, curve, np.full(items + 3, 1.7), np.ones(items + 3))
+    cost = [bootstrap.mean_of(np.full(items + 3, value)) for value in (1.0, 3.0, 1.7)]
+    one = bootstrap.mean_of(np.ones(items + 3))
+    over = over_curve([(cost[0], one), (cost[1], one)], cost[2], one)
     assert percentile_interval(*over).verdict == "not significant"
 
 
@@ -148,6 +149,16 @@ def test_verdicts_and_error_bars() -> None:
         (1e-17, 1e-16, "not significant"),  # rounding
     ):
         assert Interval((low + high) / 2, low, high).verdict == verdict
+    # With a margin.
+    for low, high, verdict in (
+        (-0.03, 0.02, "equivalent"),
+        (-0.04, 0.02, "not significant"),
+        (-0.02, 0.04, "not significant"),
+        (0.01, 0.02, "higher"),
+        (-0.02, -0.01, "lower"),
+    ):
+        assert Interval((low + high) / 2, low, high).verdict_with(0.03) == verdict
+    assert Interval(0.0, 0.0, 0.0).verdict_with(None) == "not significant"
     # Percentile intervals need not contain the value; bars are not negative.
     scores = [Interval(0.5, 0.6, 0.7), Interval(0.5, 0.3, 0.4), Interval(0.5, 0.25, 0.75)]
     assert error_bars(scores) == [[0.0, 0.2, 0.25], pytest.approx([0.2, 0.0, 0.25])]
@@ -157,27 +168,43 @@ def test_verdicts_and_error_bars() -> None:
 
 
 def test_over_a_curve_by_hand() -> None:
-    """Each resample has a curve of its own, read at its own cost."""
+    """Each resample has a curve of its own, sorted and read at its own costs."""
     rng, number = rng_of(4), len(STRATA)
-    costs = np.cumsum(rng.random((3, number)) + 1, axis=0)
-    curve, scores = np.cumsum(rng.random((3, number)), axis=0) / 3, rng.random(number)
-    cost = rng.random(number) * 4 + 0.5
-    found = percentile_interval(*Bootstrap(STRATA).over_curve(costs, curve, cost, scores))
-
-    def above(weight: Floats) -> float:
-        x, y = ([float(weight @ points) for points in values] for values in (costs, curve))
-        at, own = float(weight @ cost), float(weight @ scores)
-        if at <= x[0]:
-            return own - y[0]
-        for (x0, x1), (y0, y1) in zip(itertools.pairwise(x), itertools.pairwise(y), strict=True):
-            if at <= x1:
-                return own - (y0 + (y1 - y0) * (at - x0) / (x1 - x0))
-        return own - y[-1]
-
+    costs = 3 * rng.random((4, number)) + np.array([2.0, 0.8, 1.5, 1.6])[:, None]
+    curve, scores = rng.random((4, number)), rng.random(number)
     even, drawn = weights()
-    assert found.value == pytest.approx(above(even), abs=1e-12)
-    expected = bounds([above(weight) for weight in drawn])
-    assert (found.low, found.high) == pytest.approx(expected, abs=1e-6)
+    bootstrap = Bootstrap(STRATA)
+    swapped = (np.argsort(drawn @ costs.T, axis=1) != np.argsort(costs @ even)).any(axis=1)
+    assert 0.05 < swapped.mean() < 0.95
+    for middle in (0.0, 1.9, 2.3, 3.5):
+        cost = rng.random(number) + middle
+
+        def above(weight: Floats, cost: Floats = cost) -> float:
+            points = sorted(
+                (float(weight @ x), float(weight @ y)) for x, y in zip(costs, curve, strict=True)
+            )
+            at, own = float(weight @ cost), float(weight @ scores)
+            if at <= points[0][0]:
+                return own - points[0][1]
+            for (x0, y0), (x1, y1) in itertools.pairwise(points):
+                if at <= x1:
+                    return own - (y0 + (y1 - y0) * (at - x0) / (x1 - x0))
+            return own - points[-1][1]
+
+        points = [
+            (bootstrap.mean_of(x), bootstrap.mean_of(y)) for x, y in zip(costs, curve, strict=True)
+        ]
+        value, each = over_curve(points, bootstrap.mean_of(cost), bootstrap.mean_of(scores))
+        assert value == pytest.approx(above(even), abs=1e-12)
+        np.testing.assert_allclose(each[:999], [*map(above, drawn[:999])], atol=1e-9)
+
+
+def test_a_resample_without_a_cost_has_no_difference() -> None:
+    nan, zeros = math.nan, np.zeros(2)
+    curve = [((0.0, zeros), (1.0, zeros + 1)), ((2.0, np.array([2.0, nan])), (3.0, zeros + 3))]
+    value, each = over_curve(curve, (1.0, np.array([1.0, 1.0])), (5.0, zeros + 5))
+    assert (value, [*each]) == (3.0, [3.0, 4.0])  # of a curve of one point, its score
+    assert np.isnan(over_curve(curve, (1.0, np.array([nan, 1.0])), (5.0, zeros + 5))[1][0])
 
 
 # Predictors

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +26,7 @@ from entropix_jax.engine.search import Search
 from entropix_jax.errors import UserError
 from entropix_jax.lab.findings import analyse
 from entropix_jax.lab.page import format_page
-from entropix_jax.lab.results import COLUMNS, results_frame
+from entropix_jax.lab.results import COLUMNS, read_rows, results_frame, write_rows
 from entropix_jax.lab.sweep import Setting, read_sweep
 from entropix_jax.lab.tasks.registry import find_task
 from entropix_jax.lab.tasks.task import Item, Task
@@ -73,7 +75,7 @@ def succeed(command: str, *arguments: object) -> None:
     assert result.status == EXIT_OK, result.err
 
 
-def read_rows(folder: Path) -> list[dict[str, str]]:
+def read_table(folder: Path) -> list[dict[str, str]]:
     with (folder / "results.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -126,7 +128,7 @@ def chosen_samplers(done: Path) -> dict[str, Any]:
 
 
 def test_tables_have_a_row_for_each_setting_seed_and_item(done: Path) -> None:
-    rows = read_rows(done)
+    rows = read_table(done)
     assert [*rows[0]] == [*COLUMNS]
     assert [(r["phase"], r["task"], r["item"], r["setting"], int(r["seed"])) for r in rows] == [
         ("test", name, item.id, setting, seed)
@@ -139,20 +141,91 @@ def test_tables_have_a_row_for_each_setting_seed_and_item(done: Path) -> None:
     assert {float(row["score"]) for row in rows} == {0.0, 1.0}
 
 
-def test_a_part_of_a_study_has_its_lines(done: Path, tmp_path: Path) -> None:
-    """Fewer items leave the scores of the others as they are, so that a reader can check some."""
-    arguments = ("--output", tmp_path / "part", "--slots", 8, "--items", 1)
-    succeed("ablate", done.parent / "sweep.toml", *arguments)
-    whole, part = ((at / "scores.csv").read_text().splitlines() for at in (done, tmp_path / "part"))
-    assert part[0] == whole[0]
-    assert len(part) == 1 + 2 * len(SETTINGS) * len(SEEDS)
-    assert {*part} < {*whole}
-    assert len(whole) == len({*whole}) == 1 + 2 * (len(part) - 1)
+def test_a_part_of_a_study_has_its_rows(done: Path, tmp_path: Path) -> None:
+    """Fewer items leave the rows of the others as they are, so that a reader can check some."""
+    command = ("ablate", done.parent / "sweep.toml", "--output", tmp_path / "part", "--slots", 8)
+    against = tmp_path / "rows.jsonl.xz"
+    shutil.copy(done / "rows.jsonl.xz", against)
+    result = run(*command, "--items", 1, "--against", against)
+    assert (result.status, result.out) == (EXIT_OK, "18 rows compared, 0 differ\n"), result.err
+    # Compared again, with a row less and a changed one.
+    rows = read_rows(str(against))
+    one, other = [name for name in rows if name.startswith("test/sums/")][:2]
+    del rows[one]
+    write_rows(
+        [{**row, "score": 0.5} if row is rows[other] else row for row in rows.values()], against
+    )
+    result = run(*command, "--items", 1, "--against", against)
+    first, second, last = result.out.splitlines()
+    assert (first, last) == (f"{one}: missing", "18 rows compared, 2 differ")
+    assert re.fullmatch(rf"{re.escape(other)}: score was 0\.5 and is now [01]\.0", second)
+    assert result.status == 1
+
+
+def test_stored_rows_make_the_output(
+    done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it, from each file of rows, without a model."""
+    monkeypatch.setattr(loading, "load", None)
+    shutil.copytree(done, tmp_path / "source")
+    whole = b"".join((done / f"{name}.jsonl").read_bytes() for name in ("tuning", "test"))
+    (tmp_path / "both.jsonl.gz").write_bytes(gzip.compress(whole))
+    sweep = done.parent / "sweep.toml"
+    names = ["findings.json", "results.csv", "rows.jsonl.xz", "plots/scores.png"]
+    for file in ("source/rows.jsonl.xz", "both.jsonl.gz", "source/test.jsonl"):
+        output = tmp_path / "out"
+        result = run("ablate", sweep, "--rows", tmp_path / file, "--output", output)
+        assert result.status == EXIT_OK, result.err
+        tables, own = (
+            folder_page.partition("## Tasks")[2] for folder_page in map(read_page, (done, output))
+        )
+        if file == "source/test.jsonl":  # which has no rows of tuning
+            tables = re.sub(r"\n\n## Tuning\n.*?\|\n(?=\n!)", "\n", tables, flags=re.DOTALL)
+            names.remove("rows.jsonl.xz")
+        assert own == tables
+        for name in names:
+            assert (output / name).read_bytes() == (done / name).read_bytes(), name
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        (
+            "[settings.hot]",
+            "[settings.cold]",
+            "lacks the row 'test/sums/{item}/cold/0' of the sweep",
+        ),
+        ("seeds = [0, 1, 5]", "seeds = [0, 1, 5, 7]", "lacks the row 'test/sums/{item}/hot/7' of"),
+        ("seeds = [0, 1, 5]", "seeds = [0, 5]", "has the row 'test/sums/{item}/hot/1', which the"),
+        ("\nitems = 2", "\nitems = 3", "has 2 items of task 'sums' (test), not 3"),
+        ("\nitems = 2", "\nitems = 1", "has 2 items of task 'sums' (test), not 1"),
+        (
+            '"sums", "facts"',
+            '"sums", "facts", "forks"',
+            "has 0 items of task 'forks' (test), not 2",
+        ),
+        ("settings = 3", "settings = 4", "lacks the row 'tuning/sums/{tuned}/top-p #4/0' of the"),
+        ("[tuning]", "[tuning]\nseeds = [0, 1]", "lacks the row 'tuning/sums/{tuned}/top-p #1/1'"),
+    ],
+)
+def test_rows_of_another_study_are_refused(
+    done: Path, tmp_path: Path, old: str, new: str, reason: str
+) -> None:
+    text = SWEEP.replace('baseline = "hot"\n', "")
+    assert old in text
+    sweep = write_sweep(tmp_path, text.replace(old, new, 1))
+    rows = read_rows(str(done / "rows.jsonl.xz")).values()
+    items = {row["phase"]: row["item"] for row in reversed(rows) if row["task"] == "sums"}
+    arguments = ("--rows", done / "rows.jsonl.xz", "--output", tmp_path / "out")
+    line = refusal(run("ablate", sweep, *arguments))
+    wanted = reason.format(item=items["test"], tuned=items["tuning"])
+    assert f"{done / 'rows.jsonl.xz'}: {wanted}" in line
+    assert not (tmp_path / "out").exists()
 
 
 def test_each_row_equals_its_generation_alone(done: Path, tiny: LanguageModel) -> None:
     samplers = chosen_samplers(done)
-    for row in read_rows(done)[::2]:
+    for row in read_table(done)[::2]:
         task = find_task(row["task"])
         (item,) = (one for one in task.items("test", chat=True) if one.id == row["item"])
         request = Spec(encode_prompt(tiny, item.prompt, chat=True), f"{task.name}/{item.id}", 14)
@@ -173,15 +246,14 @@ def test_each_row_equals_its_generation_alone(done: Path, tiny: LanguageModel) -
             ("max_varentropy", max(token.varentropy for token in alone.tokens)),
             ("perplexity", np.exp(-np.mean([token.logprob for token in alone.tokens]))),
         ):
-            assert float(row[column]) == pytest.approx(value, rel=1e-5, abs=1e-6)
+            assert float(row[column]) == pytest.approx(value, rel=1e-4, abs=1e-6)
 
 
 # The summary
 
 
 def test_the_summary_has_the_findings_of_the_rows(done: Path) -> None:
-    lines = map(json.loads, (done / "test.jsonl").read_text().splitlines())
-    rows = results_frame(sorted(lines, key=lambda line: line["line"]))
+    rows = results_frame([*read_rows(str(done / "test.jsonl")).values()])
     votes = {"sums": True, "facts": True}
     found = analyse(rows, votes, ["hot"], [1, 3], ["hot"], pd.DataFrame())
     _, _, tables = format_page(found, {"description": ""}).partition("## Tasks")
@@ -292,7 +364,7 @@ def test_all_settings_share_their_programs(words: Path, folder: str, tmp_path: P
     sweep = write_sweep(tmp_path, GRID)
     succeed("ablate", sweep, "--output", output, "--model", folder, "--slots", 4)
     assert jitted._cache_size() == 3
-    rows = read_rows(output)
+    rows = read_table(output)
     assert len(rows) == 3 * 2 * (1 + 1 + 4 + 2)
     assert [*rows[0]] == [*COLUMNS, "arms.mid", "base.temperature"]
     varied = {row["setting"]: (row["base.temperature"], row["arms.mid"]) for row in rows}
@@ -328,7 +400,7 @@ def test_prompts_without_answers(folder: str, tmp_path: Path) -> None:
     command = ("ablate", sweep, "--output", output, "--model", folder, "--slots", 4)
     write(*records)
     succeed(*command)
-    rows = read_rows(output)
+    rows = read_table(output)
     assert [row["item"] for row in rows] == ["chat", "chat", "1", "1"]
     assert {(row["task"], row["score"], row["answer"]) for row in rows} == {("writing", "", "")}
     assert not section(output, "Scores") + section(output, "Predictors of error")
@@ -348,7 +420,7 @@ def test_prompts_without_answers(folder: str, tmp_path: Path) -> None:
     # Further prompts are added, wherever they come in the order of the rows.
     write(*records, {"prompt": "x"})
     succeed(*command)
-    items = sorted(row["item"] for row in read_rows(output))
+    items = sorted(row["item"] for row in read_table(output))
     assert items == ["1", "1", "3", "3", "chat", "chat"]
     assert (output / "test.jsonl").read_bytes().startswith(before)
 
@@ -378,10 +450,10 @@ def test_a_task_may_take_fewer_seeds(folder: str, words: Path, tmp_path: Path) -
         for setting in ("a", "b")
         for seed in seeds
     ]
-    rows = read_rows(tmp_path / "out")
+    rows = read_table(tmp_path / "out")
     assert [(r["task"], r["item"], r["setting"], r["seed"]) for r in rows] == expected
     lines, all_ = (
-        (tmp_path / at / "scores.csv").read_text().splitlines() for at in ("out", "whole")
+        (tmp_path / at / "results.csv").read_text().splitlines() for at in ("out", "whole")
     )
     assert {*lines} < {*all_}
     about = json.loads((tmp_path / "out" / "study.json").read_text())
@@ -475,7 +547,7 @@ def test_a_documented_task_and_the_name_of_the_model(
         *("evaluate", "--task", "my_task.py:CAPITALS", "--tune", 2, "--seeds", 1),
         *("--sampler", "greedy", "top-p", "--model", "owner/Model-1B", "--output", "out"),
     )
-    found = [(row["item"], row["setting"], row["expected"]) for row in read_rows(tmp_path / "out")]
+    found = [(row["item"], row["setting"], row["expected"]) for row in read_table(tmp_path / "out")]
     assert found == [
         (item, setting, answer)
         for item, answer in (("Italy", "Rome"), ("Spain", "Madrid"))
@@ -503,6 +575,10 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("evaluate", {"--output": "taken"}, "taken/test.jsonl: "),
     ("ablate", {"": "own"}, "no sweep 'own'"),
     ("ablate", {"--items": 0}, "--items must be at least 1, not 0"),
+    ("ablate", {"--against": "none.xz"}, "none.xz: cannot be read: no such file"),
+    ("ablate", {"--rows": "none.xz"}, "none.xz: no such file"),
+    ("ablate", {"--rows": "own.toml"}, "own.toml: line 1 is not a row of a study"),
+    ("ablate", {"--rows": "a", "--against": "b"}, "--rows and --against: give one of them"),
     ("ablate", {"--seeds": 3}, "--seeds"),
 ]
 
@@ -642,8 +718,8 @@ def test_an_interrupted_study_continues(
     result = run("ablate", sweep, "--output", output, *options)
     assert result.status == EXIT_OK, result.err
     assert re.search(r"^test: 48 rows, \d+ already done$", result.err, re.M)
-    first, second = ([{**row, "seconds": ""} for row in read_rows(f)] for f in (whole, output))
-    assert first == second
+    for name in ("results.csv", "rows.jsonl.xz"):
+        assert (whole / name).read_bytes() == (output / name).read_bytes()
     assert read_page(whole) == read_page(output)
     for path in (whole / "plots").iterdir():
         assert path.read_bytes() == (output / "plots" / path.name).read_bytes()

@@ -12,8 +12,10 @@ import pytest
 
 from entropix_jax.errors import UserError
 from entropix_jax.host.resources import resource_folder
+from entropix_jax.lab import outputs
 from entropix_jax.lab.sweep import (
     ByTask,
+    Comparison,
     Setting,
     Sweep,
     find_sweep,
@@ -234,6 +236,19 @@ def test_numbers_by_task(tmp_path: Path) -> None:
             read(tmp_path, f"{key} = {{ sums = {number} }}")
 
 
+def test_comparisons(tmp_path: Path) -> None:
+    """By default all settings outside of the curve are compared, tuned ones included."""
+    text = "samplers = ['greedy', 'min-p', 'top-p']\n[tuning]\nsamplers = ['mirostat']\n"
+    table = "[[compare]]\nby = 'forwards'\ncurve = ['min-p', 'greedy']\n"
+    own = "settings = ['top-p']\npairs = [['greedy', 'top-p']]\nmargin = 0.03\ntasks = ['sums']\n"
+    first, second = read(tmp_path, f"{text}{table}{table}{own}").comparisons
+    curve = ("min-p", "greedy")
+    assert first == Comparison("compare.1", "forwards", curve, ("top-p", "mirostat (tuned)"))
+    wanted = ("top-p",), (("greedy", "top-p"),), 0.03, ("sums",)
+    assert second == Comparison("compare.2", "forwards", curve, *wanted)
+    assert read(tmp_path, text).comparisons == ()
+
+
 # Tuning
 
 
@@ -276,6 +291,8 @@ def test_a_file_is_tuned_as_what_it_extends(tmp_path: Path) -> None:
 
 TUNE = '[tuning]\nsamplers = ["top-p"]\n'
 MANY = list(range(400))
+BY = "T\nsamplers = ['greedy', 'min-p', 'top-p']\n[[compare]]\nby = 'forwards'\n"
+CURVE = f"{BY}curve = ['greedy', 'min-p']"
 OVER = f'{TUNE}[tuning.over.top-p]\n"base.temperature" = '
 BAD: list[tuple[str, str]] = [
     ("task = ['sums']", "no key 'task', did you mean 'tasks'"),
@@ -310,6 +327,22 @@ BAD: list[tuple[str, str]] = [
     (f"T\n{TUNE}[tuning.over.min-p]\n'base.min_p' = [0.1]", "tuning: over.min-p: not one"),
     (f"T\nsplit = 'tuning'\n{TUNE}", "split = 'tuning' is used for tuning"),
     ("tasks = ", "not valid TOML"),
+    ("T\ncompare = 3", r"compare: must be an array of tables, \[\[compare\]\]"),
+    ("T\n[compare]", r"compare: must be an array of tables, \[\[compare\]\]"),
+    ("T\ncompare = [3]", r"compare.1: must be a table"),
+    ("T\n[[compare]]\ncost = 1", "compare.1: no key 'cost'"),
+    ("T\n[[compare]]", "compare.1.by = None: must be one of self_bleu, forwards"),
+    (f"{BY}", "compare.1.curve: must have at least two settings"),
+    (f"{BY}curve = ['greedy']", "compare.1.curve: must have at least two settings"),
+    (f"{CURVE[:-1]}, 'mni-p']", "compare.1.curve = 'mni-p': no such setting, did you mean 'min-p'"),
+    (f"{CURVE}\nsettings = ['entropix']", "compare.1.settings = 'entropix': no such setting"),
+    (f"{CURVE}\nsettings = []", "compare.1.settings: must name a setting to compare"),
+    (f"{CURVE}\npairs = ['top-p']", "compare.1.pairs: must be a list of pairs of settings"),
+    (f"{CURVE}\npairs = [['top-p']]", "compare.1.pairs: must be a list of pairs of settings"),
+    (f"{CURVE}\npairs = [['top-p', 'x']]", "compare.1.pairs = 'x': no such setting"),
+    (f"{CURVE}\nmargin = 0", "compare.1.margin = 0: must be a number above 0"),
+    (f"{CURVE}\nmargin = true", "compare.1.margin = True: must be a number above 0"),
+    (f"{CURVE}\ntasks = 'sums'", "compare.1.tasks: must be a list of texts"),
 ]
 
 
@@ -321,3 +354,37 @@ def test_bad_sweeps(tmp_path: Path, text: str, words: str) -> None:
     line = str(caught.value)
     assert line.startswith(f"{path}: ")
     assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("by", "text", "words"),
+    [
+        ("forwards", "tasks = ['sum']", "compare.1.tasks = 'sum': no such task, did you mean"),
+        ("forwards", "tasks = ['writing']", "compare.1.tasks = 'writing': has no score"),
+        ("self_bleu", "", "compare.1.by = 'self_bleu': task 'facts' has one seed: needs two"),
+        ("self_bleu", "tasks = ['facts']", "compare.1.by = 'self_bleu': task 'facts' has one seed"),
+        ("self_bleu", "tasks = ['sums']", ""),
+        ("forwards", "", ""),
+    ],
+)
+def test_tasks_of_a_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str, text: str, words: str
+) -> None:
+    monkeypatch.setattr(outputs, "require", lambda *_: None)
+    path = write(
+        tmp_path,
+        "tasks = ['sums', 'facts', 'writing:p.csv']\nseeds = [0, 1]\nmost_seeds = { facts = 1 }\n"
+        "samplers = ['greedy', 'min-p', 'top-p']\n"
+        f"[[compare]]\nby = '{by}'\ncurve = ['greedy', 'min-p']\n{text}\n",
+    )
+    if not words:
+        assert len(outputs.find_tasks(read_sweep(path))) == 3
+        return
+    with pytest.raises(UserError, match=words):
+        outputs.find_tasks(read_sweep(path))
+
+
+def test_a_comparison_needs_a_score(tmp_path: Path) -> None:
+    text = f"tasks = ['writing:p.csv']\n{CURVE.partition(chr(10))[2]}"
+    with pytest.raises(UserError, match=r"compare\.1: no score to compare: writing has none"):
+        outputs.find_tasks(read_sweep(write(tmp_path, text)))
