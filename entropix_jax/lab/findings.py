@@ -21,15 +21,13 @@ from entropix_jax.lab.statistics import (
     joint_intervals,
     over_curve,
     percentile_interval,
-    resampled_auroc,
 )
 from entropix_jax.lab.sweep import Comparison
+from entropix_jax.lab.uncertainty import evaluate
 from entropix_jax.lab.votes import KINDS, MAJORITY, VOTES, Sample, rotate
 
 SCORE = "score"
 ALL = "all scored tasks"
-# Candidate predictors of errors: a higher value should mean an error.
-PREDICTORS = ("mean_entropy", "max_entropy", "mean_varentropy", "max_varentropy", "perplexity")
 SELF_BLEU = "self_bleu"
 # Measures of any text, by which tasks without a score are compared besides their own.
 TEXT_MEASURES = ("logprob", "distinct_1", "distinct_2", "repetition", SELF_BLEU)
@@ -58,7 +56,8 @@ class Findings:
         scores: by setting, over the scored tasks: forwards, averaged like the score, and the
             estimate at_equal_forwards, over majority votes of the first baseline, or None.
         several: task, setting, kind, samples, forwards, estimate of the score.
-        predictors: setting, task, and AUROCs.
+        uncertainty: by scored task and watched setting, the frame of `uncertainty.evaluate` with
+            the numbers of answers and of wrong ones.
         tuned: sampler, candidates, unchanged (its score), score (of the best) and values.
         comparisons: each with a frame of setting, its estimates of the cost and the score, the
             difference from the curve, verdict and place: `curve` for a point of the curve, `below`
@@ -77,7 +76,7 @@ class Findings:
     differences: pd.DataFrame
     scores: pd.DataFrame
     several: pd.DataFrame
-    predictors: pd.DataFrame
+    uncertainty: pd.DataFrame
     tuned: pd.DataFrame
     comparisons: Sequence[tuple[Comparison, pd.DataFrame]]
 
@@ -90,7 +89,7 @@ class Findings:
             "differences": self.differences,
             "scores": self.scores,
             "several_samples": self.several,
-            "predictors": self.predictors,
+            "uncertainty": self.uncertainty,
         }
         options: dict[str, Any] = {"orient": "records", "double_precision": 6}
 
@@ -196,7 +195,7 @@ def analyse(
         baselines: the settings that the others are compared with by task; the first one is also
             compared at equal forwards, with votes of several samples.
         sizes: numbers of samples for one answer, ascending from 1.
-        watched: the settings whose predictors of errors are evaluated.
+        watched: the settings whose measures of uncertainty are evaluated.
         tuned: see `Findings`.
         comparisons: settings to compare with curves, each over some scored task.
     """
@@ -234,7 +233,7 @@ def analyse(
         differences=differences,
         scores=scores,
         several=several,
-        predictors=_predictors(sums, watched),
+        uncertainty=_evaluate_uncertainty(sums, watched),
         tuned=tuned,
         comparisons=[(one, _compare_on_curve(sums, one)) for one in comparisons],
     )
@@ -376,18 +375,13 @@ def _several(
     return pd.DataFrame(found, columns=columns)
 
 
-def _predictors(sums: _Sums, watched: Sequence[str]) -> pd.DataFrame:
-    """Returns predictors of errors over all scored tasks and within each."""
-    predictors = []
-    rows = sums.rows[sums.rows["task"].isin(sums.scored) & sums.rows["mean_entropy"].notna()]
-    for setting in watched:
-        whole = rows[rows["setting"] == setting]
-        for task in ("all", *sums.scored):
-            part = whole if task == "all" else whole[whole["task"] == task]
-            wrong = (part["score"] < 1).to_numpy()
-            if len(np.unique(wrong)) < 2:
-                continue  # all right or all wrong: nothing to predict
-            places = part["place"].to_numpy()
-            found = [resampled_auroc(part[key].to_numpy(), wrong, places) for key in PREDICTORS]
-            predictors.append((setting, task, *(percentile_interval(*own) for own in found)))
-    return pd.DataFrame(predictors, columns=["setting", "task", *PREDICTORS])
+def _evaluate_uncertainty(sums: _Sums, watched: Sequence[str]) -> pd.DataFrame:
+    """Evaluates the measures of answers with tokens, within each scored task."""
+    frames = []
+    rows = sums.rows[sums.rows["tokens"] > 0]
+    for task, setting in itertools.product(sums.scored, watched):
+        own = rows[(rows["task"] == task) & (rows["setting"] == setting)]
+        frame = evaluate(own)
+        counts = {"answers": len(own), "wrong": int((own["score"] < 1).sum())}
+        frames.append(frame.assign(task=task, setting=setting, **counts))
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()

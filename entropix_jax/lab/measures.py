@@ -4,11 +4,43 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from entropix_jax.engine.results import Row
 
+# Measures of an answer that may tell wrong ones from right ones: +1 if a higher value means more
+# uncertainty, -1 if it means less. Perplexity and the number of tokens are baselines.
+UNCERTAINTY: Mapping[str, int] = {
+    "mean_entropy": 1,
+    "max_entropy": 1,
+    "mean_varentropy": 1,
+    "max_varentropy": 1,
+    "mean_p1": -1,
+    "min_p1": -1,
+    "mean_confidence": -1,
+    "lowest_group_confidence": -1,
+    "tail_confidence": -1,
+    "mean_self_certainty": -1,
+    "mean_attn_entropy_norm": 1,
+    "max_attn_entropy_norm": 1,
+    "mean_agreement": -1,
+    "mean_attn_varentropy": 1,
+    "mean_interaction_strength": 1,
+    "perplexity": 1,
+    "tokens": 1,
+}
+# Of the fields of a token; confidence is a row's own.
+_SUMMARIES: Mapping[str, Mapping[str, Callable[[Sequence[float]], float]]] = {
+    "entropy": {"mean": fmean, "max": max},
+    "varentropy": {"mean": fmean, "max": max},
+    "max_prob": {"mean": fmean, "min": min},
+    "attn_entropy_norm": {"mean": fmean, "max": max},
+    "agreement": {"mean": fmean},
+    "attn_varentropy": {"mean": fmean},
+    "interaction_strength": {"mean": fmean},
+}
 _MAX_SURPRISE = 700.0  # nats; its exponential is still finite in float64
 
 
@@ -46,20 +78,21 @@ def self_bleu(texts: Sequence[str]) -> float | None:
 
 
 def measure_row(row: Row) -> dict[str, Any]:
-    """Mean and maximal entropy (bits) and varentropy (bits^2) of a row's tokens, the text's
+    """Means and extremes of the measures of a row's tokens (see `UNCERTAINTY`), the text's
     perplexity under its own model, distinct-1, distinct-2, and repetition. Empty without tokens."""
     tokens = row.tokens
     if not tokens:
         return {}
     ids = [token.token_id for token in tokens]
-    entropies = [token.entropy for token in tokens]
-    varentropies = [token.varentropy for token in tokens]
-    surprise = -math.fsum(token.logprob for token in tokens) / len(tokens)
+    surprise = -fmean(token.logprob for token in tokens)
     return {
-        "mean_entropy": math.fsum(entropies) / len(tokens),
-        "max_entropy": max(entropies),
-        "mean_varentropy": math.fsum(varentropies) / len(tokens),
-        "max_varentropy": max(varentropies),
+        **{
+            f"{name}_{field.replace('max_prob', 'p1')}": summary(
+                [getattr(token, field) for token in tokens]
+            )
+            for field, summaries in _SUMMARIES.items()
+            for name, summary in summaries.items()
+        },
         "perplexity": math.exp(min(surprise, _MAX_SURPRISE)),
         "distinct_1": distinct(ids, 1),
         "distinct_2": distinct(ids, 2),

@@ -7,9 +7,11 @@ from typing import Any
 
 import pandas as pd
 
-from entropix_jax.lab.findings import PREDICTORS, SCORE, SELF_BLEU, TEXT_MEASURES, Findings
+from entropix_jax.lab.findings import SCORE, SELF_BLEU, TEXT_MEASURES, Findings
+from entropix_jax.lab.measures import UNCERTAINTY
 from entropix_jax.lab.statistics import NOT_SIGNIFICANT, Interval
 from entropix_jax.lab.sweep import Comparison
+from entropix_jax.lab.uncertainty import QUALITIES
 from entropix_jax.lab.votes import VOTES
 from entropix_jax.names import REGIMES
 
@@ -66,8 +68,8 @@ def _sections(findings: Findings) -> Iterator[str]:
     for number, compared in enumerate(findings.comparisons, 1):
         yield from _comparison(number, *compared)
     yield from _shares(findings)
-    if len(findings.predictors):
-        yield from _predictors(findings)
+    if len(findings.uncertainty):
+        yield from _uncertainty(findings)
     if len(findings.tuned):
         yield from _tuning(findings.tuned)
 
@@ -250,16 +252,27 @@ def _percent(parts: pd.DataFrame, whole: pd.Series) -> pd.DataFrame:
     return shares.map("{:.1f} %".format, na_action="ignore").fillna("")
 
 
-def _predictors(findings: Findings) -> Iterator[str]:
-    yield "## Predictors of error"
+def _uncertainty(findings: Findings) -> Iterator[str]:
+    yield "## Uncertainty"
     yield (
-        "The area under the ROC curve of a text's own measures as predictors of a score below 1: "
-        "0.5 is chance, 1 is perfect. Over all tasks it also reflects which tasks are hard; within "
-        "a task it does not."
+        "How well a measure of an answer tells wrong answers (a score below 1) from right ones. "
+        "`+`: a higher value means more uncertainty; `-`: less. AUROC: 0.5 is chance, 1 perfect. "
+        "AURC: the area under the risk-coverage curve, the share of wrong answers among the most "
+        "certain ones; E-AURC: its excess over the best order. ECE: the expected calibration error "
+        "of P(wrong), an isotonic regression on the other half of the items, in 15 bins of equal "
+        "mass, which small samples bias upwards. Intervals are 95 % bootstrap intervals over items, "
+        "those of AUROC joint over the measures of a table."
     )
-    yield format_table(
-        findings.predictors.rename(columns={n: n.replace("_", " ") for n in PREDICTORS})
-    )
+    for (task, setting), own in findings.uncertainty.groupby(["task", "setting"], sort=False):
+        names = own["measure"]
+        columns = {
+            "measure": names.map(format_name),
+            "": names.map(lambda name: "+" if UNCERTAINTY[name] > 0 else "-"),
+            **{name.upper().replace("_", "-"): own[name] for name in QUALITIES},
+        }
+        answers, wrong = own[["answers", "wrong"]].iloc[0]
+        table = format_table(pd.DataFrame(columns))
+        yield f"`{task}`, {setting}: {answers} answers, {wrong} wrong\n\n{table}"
 
 
 def _tuning(tuned: pd.DataFrame) -> Iterator[str]:

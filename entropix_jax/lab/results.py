@@ -15,6 +15,7 @@ from entropix_jax.batch.output import find_difference
 from entropix_jax.batch.storage import open_file, read_lines
 from entropix_jax.errors import UserError
 from entropix_jax.host.files import opening, replacing
+from entropix_jax.lab.measures import UNCERTAINTY
 from entropix_jax.names import REGIMES
 from entropix_jax.sampler.mechanisms import ACTIONS
 
@@ -26,8 +27,7 @@ _COUNTS = (
     *(f"action_{action}" for action in ACTIONS),
 )
 _NUMBERS = (
-    *("mean_confidence", "lowest_group_confidence", "tail_confidence", "mean_self_certainty"),
-    *("mean_entropy", "max_entropy", "mean_varentropy", "max_varentropy", "perplexity"),
+    *(name for name in UNCERTAINTY if name != "tokens"),
     *("distinct_1", "distinct_2", "repetition"),
 )
 # Columns of `results.csv`, before those of varied keys and of the tasks' own measures.

@@ -31,7 +31,7 @@ from entropix_jax.lab.statistics import Bootstrap, Interval
 from entropix_jax.lab.sweep import Comparison
 from entropix_jax.lab.votes import KINDS
 
-PREDICTORS = "mean_entropy max_entropy mean_varentropy max_varentropy perplexity".split()
+MEASURES = "mean_entropy max_entropy mean_varentropy max_varentropy".split()
 RECORDED = Path(__file__).with_name("recorded_page.md")
 
 SETTINGS, SEEDS, ITEMS = ("plain", "sharp", "wide"), (0, 1, 2), 6
@@ -77,7 +77,7 @@ def row(
         "distinct_1": len({*words}) / len(words),
         "distinct_2": 1.0,
         "repetition": float(rng.random()),
-        **{key: float(rng.random()) for key in PREDICTORS[:-1]},
+        **{key: float(rng.random()) for key in MEASURES},
         "lowest_group_confidence": float(rng.random()),
         "timings": {"seconds": 0.5},
         **({"measures": own[task]} if task in own else {}),  # older files have none
@@ -184,16 +184,25 @@ def test_a_task_with_a_missing_score_leaves_the_others_theirs(where: str) -> Non
     assert {*scores["task"]} == {"sums"}
     only = analyse_rows([{**one, "score": None} for one in rows()])
     assert only.overall is None
-    assert not len(only.scores) + len(only.predictors) + len(only.several)
+    assert not len(only.scores) + len(only.uncertainty) + len(only.several)
 
 
-def test_nothing_predicts_errors_where_there_are_none() -> None:
+def test_uncertainty_is_evaluated_by_task_and_setting(findings: Findings) -> None:
+    """Of the watched settings; nothing where all answers are right, or a measure is missing."""
+    groups = findings.uncertainty.groupby(["task", "setting"], sort=False)
+    assert [*groups.groups] == [(task, name) for task in SCORED for name in ("plain", "sharp")]
+    measures = [*MEASURES, "lowest_group_confidence", "perplexity", "tokens"]
+    assert {tuple(own["measure"]) for _, own in groups} == {tuple(measures)}
+    own = groups.get_group(("sums", "sharp"))
+    scores = np.array([one["score"] for one in of("sums", "sharp")])
+    assert {*own["answers"]} == {len(scores)}
+    assert {*own["wrong"]} == {(scores < 1).sum()}
     right = [{**one, "score": 1.0} if one["task"] == "rules" else one for one in rows()]
-    findings = analyse_rows(right)
-    assert {*findings.predictors["task"]} == {"all", "sums"}
+    assert {*analyse_rows(right).uncertainty["task"]} == {"sums"}
     perfect = [{**one, "max_entropy": 1 - (one["score"] or 0)} for one in rows()]
-    predicted = analyse_rows(perfect).predictors["max_entropy"]
-    assert {one.value for one in predicted} == {1.0}
+    found = analyse_rows(perfect).uncertainty.set_index("measure").loc["max_entropy"]
+    assert {one.value for one in found["auroc"]} == {1.0}
+    assert {round(one.value, 9) for one in found["e_aurc"]} == {0.0}
 
 
 def test_texts_without_tokens() -> None:

@@ -297,26 +297,37 @@ def test_self_bleu_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert self_bleu(["a b", "a b"]) is None
 
 
-def row_of(tokens: Sequence[tuple[int, float, float, float]]) -> Row:
-    """A row of tokens by id, entropy, varentropy and log-probability."""
-    names = ("token_id", "entropy", "varentropy", "logprob")
-    records: list[Any] = [SimpleNamespace(**dict(zip(names, one, strict=True))) for one in tokens]
+def row_of(*tokens: dict[str, float]) -> Row:
+    records: list[Any] = [SimpleNamespace(**one) for one in tokens]
     return Row(unrun(), tokens=records)
 
 
 def test_measures_of_a_row() -> None:
-    found = measure_row(row_of([(5, 1.0, 4.0, -0.5), (6, 3.0, 0.0, -1.5), (5, 0.5, 1.0, -1.0)]))
-    assert found == {
+    fields = "token_id logprob entropy varentropy max_prob attn_entropy_norm agreement"
+    fields += " attn_varentropy interaction_strength"
+    columns = [(5, 6, 5), (-0.5, -1.5, -1.0), (1.0, 3.0, 0.5), (4.0, 0.0, 1.0), (0.9, 0.2, 0.4)]
+    columns += [(0.5, 0.7, 0.3), (0.8, 0.9, 1.0), (1.0, 2.0, 6.0), (3.0, 4.0, 8.0)]
+    names = fields.split()
+    tokens = [dict(zip(names, own, strict=True)) for own in zip(*columns, strict=True)]
+    assert measure_row(row_of(*tokens)) == {
         "mean_entropy": pytest.approx(1.5),
         "max_entropy": 3.0,
         "mean_varentropy": pytest.approx(5 / 3),
         "max_varentropy": 4.0,
+        "mean_p1": pytest.approx(0.5),
+        "min_p1": 0.2,
+        "mean_attn_entropy_norm": pytest.approx(0.5),
+        "max_attn_entropy_norm": 0.7,
+        "mean_agreement": pytest.approx(0.9),
+        "mean_attn_varentropy": pytest.approx(3.0),
+        "mean_interaction_strength": pytest.approx(5.0),
         "perplexity": pytest.approx(math.e),
         "distinct_1": pytest.approx(2 / 3),
         "distinct_2": 1.0,
         "repetition": None,
     }
-    assert measure_row(row_of([])) == {}
+    assert measure_row(row_of()) == {}
     # Surprise beyond all bounds is still a number, which a table can hold.
     for logprob in (-1e5, -math.inf):
-        assert 1e300 < measure_row(row_of([(5, 1.0, 1.0, logprob)]))["perplexity"] < math.inf
+        found = measure_row(row_of({**tokens[0], "logprob": logprob}))
+        assert 1e300 < found["perplexity"] < math.inf

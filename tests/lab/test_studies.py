@@ -403,7 +403,7 @@ def test_prompts_without_answers(folder: str, tmp_path: Path) -> None:
     rows = read_table(output)
     assert [row["item"] for row in rows] == ["chat", "chat", "1", "1"]
     assert {(row["task"], row["score"], row["answer"]) for row in rows} == {("writing", "", "")}
-    assert not section(output, "Scores") + section(output, "Predictors of error")
+    assert not section(output, "Scores") + section(output, "Uncertainty")
     assert [line[0] for line in section(output, "Texts")] == ["a", "b"]
     assert not (output / "plots").exists()
 
