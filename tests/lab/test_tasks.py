@@ -299,6 +299,8 @@ SOLUTIONS: dict[str | None, list[str]] = {
         *("#### 8 + 5 = 13 apples", "#### $8 + $5 = $13", "#### 13 (since 8 + 5 = 13 and 5 < 8)"),
         *("#### 13 = 8 + 5", "#### 20 kg - 7 kg = 13 kg", "#### 4 * 2 + 5 = 8 + 5 = 13"),
         *("The answer is: **13**", "It drives 13 km/h", "That is 13%.", "13 apples", "13m in all"),
+        *("16 - 3 = 13 hours for 6 doors.", "It is 2 = 13 of 20, or 13", "= 7 + 6, that is 13"),
+        *("He has 7 + 6 = 13 in 2 years!\n\nDone.", "12 = 12. It is 13", "= 2\nFor 13 doors"),
         *("So it covers 13 m2", "An area of 13 m²", "\\boxed{13 \\text{ km}}", "$$\n= 13\n$$"),
     ],
     "10.5": ["#### 10.50", "It costs $10.50."],

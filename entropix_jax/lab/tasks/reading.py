@@ -12,6 +12,8 @@ _ANYWHERE = re.compile(_NUMBER)
 _MARK = re.compile(r"####|\\boxed\{")
 _AFTER_MARK = re.compile(rf"\W*?{_NUMBER}")
 _SUM = re.compile(rf"^\W*?(?:{_DIGITS})(?:\s*[^\W\d_]+)?\s*[-−+*/×÷].*=")  # `240 + 70 = 310 apples`
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n")
+_RESULT = re.compile(rf"=\W*?{_NUMBER}(?!\s*[-−+*/×÷\d.])[^=,;:]*$")
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -70,12 +72,17 @@ def normalize_answer(text: str) -> str:
 
 def read_number(text: str) -> str | None:
     """Returns the number that the text marks as its answer, or without one its last number; None
-    without numbers.
+    without numbers. A result with a condition after it, as in `7 * 6 = 42 minutes for 6 doors.`,
+    precedes the last number.
 
     Units, thousands' separators and trailing zeros are dropped: `-$1,080.50` is `-1080.5`.
     """
-    last = (_write(*found) for found in _ANYWHERE.findall(text)[-1:])
-    return marked_number(text) or next(last, None)
+    if marked := marked_number(text):
+        return marked
+    for sentence in reversed(_SENTENCE_END.split(text)):
+        if numbers := _ANYWHERE.findall(sentence):
+            return _write(*(_RESULT.findall(sentence) or numbers)[-1])
+    return None
 
 
 def marked_number(text: str) -> str | None:
