@@ -13,9 +13,20 @@ from hashlib import sha256
 from itertools import islice
 from random import Random
 
+from entropix_jax.lab.strength import LEAST
 from entropix_jax.lab.tasks.task import Item, Prompt, Split, Task, check_split
 from entropix_jax.lab.world import documents, facts, grammar
-from entropix_jax.lab.world.lexicon import BEGIN, END, PAUSE, PEOPLE, WAIT, split_terminals
+from entropix_jax.lab.world.futures import Futures
+from entropix_jax.lab.world.lexicon import (
+    BEGIN,
+    END,
+    PAUSE,
+    PEOPLE,
+    PLACES,
+    THINGS,
+    WAIT,
+    split_terminals,
+)
 from entropix_jax.lab.world.problems import FIRST_OPERANDS, Kind, problems, read_answer
 
 PAUSED = r" \.\.\."
@@ -167,6 +178,91 @@ def _futures(choice: grammar.Choice) -> dict[str, float]:
         return {}
     total = math.fsum(futures.values())
     return {word: p / total for word, p in futures.items()}
+
+
+def _write_story(world: facts.World) -> grammar.Document:
+    """A story from its first word."""
+    yield from grammar.write("Once")
+    yield from documents.tell_story(world)
+
+
+def _first_event(text: str) -> str | None:
+    """The outcome of a story: of its first event the reaction of the person met, the thing found,
+    or `with` for a dance. None before that."""
+    _, _, event = text.partition(" There ")
+    found = _EVENT.search(event)
+    return found and (found[1] or found[2] or found[3])
+
+
+_EVENT = re.compile(rf" and (\w+)| a (?:\.\.\. )?({'|'.join(THINGS)})\b| danced (with)")
+
+
+def _story_so_far(said: _Pieces) -> _Pieces:
+    """The terminals that determine the outcome distribution of a story: not its names, and of what
+    precedes the event only the place."""
+    if " There" in said:
+        there = said.index(" There")
+        places = (word for word in reversed(said[:there]) if word.lstrip(" ") in PLACES)
+        said = (next(places, ""), *said[there:])
+    return tuple("" if word.lstrip(" ") in PEOPLE else word for word in said)
+
+
+class _Stories(Task):
+    """Stories up to their first event, cut where several continuations are likely.
+
+    The prompt leaves the outcome open: the day decides the distribution of places, the place that
+    of things, the mood that of reactions. `true_strength` has the fork strengths of the grammar. A
+    stable hash of the prompt chooses the split.
+    """
+
+    name = "stories"
+    chat = False
+    stop = (" Then", " In")  # each begins the sentence after the event
+    max_new_tokens = 40
+
+    _SIZE = 300  # of each split
+
+    def __init__(self) -> None:
+        self._futures = Futures(lambda: _write_story(_WORLD), _first_event, _story_so_far)
+
+    def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
+        check_split(split)
+        rng = Random("stories 0")
+        found: set[str] = set()
+        while len(found) < self._SIZE:
+            prompt = self._beginning(rng)
+            if prompt and prompt not in found and _choose_split(prompt) == split:
+                found.add(prompt)
+                yield Item(f"stories-{split}-{len(found)}", prompt, "")
+
+    def _beginning(self, rng: Random) -> str:
+        """The beginning of a new story, after its hero; empty if it hesitates."""
+        cuts, text = [], ""
+        for position in grammar.sample(_write_story(_WORLD), rng):
+            if _first_event(text) is not None:
+                break
+            likely = sum(p >= LEAST for p in position.choice.probabilities)
+            if likely > 1 and any(word in text for word in PEOPLE):
+                cuts.append(text)
+            text += position.terminal
+        prompt = rng.choice(cuts)
+        return "" if _HESITATION.search(prompt) else prompt
+
+    def extract(self, item: Item, text: str) -> str | None:
+        return _first_event(f"{item.prompt}{text}")
+
+    def score(self, item: Item, answer: str | None) -> float:
+        """1 for a story that reaches its first event."""
+        return float(answer is not None)
+
+    def true_strength(self, item: Item, text: str) -> float | None:
+        """The true fork strength of the word after a text that continues the prompt. None for a
+        text that the world cannot produce or that has its outcome."""
+        said = split_terminals(f"{item.prompt}{text}")
+        try:
+            return None if self.extract(item, text) else self._futures.strength(said)
+        except grammar.ImpossibleText:
+            return None
 
 
 class _Documents(Task):
@@ -350,4 +446,5 @@ SUMS = _Problems("sums", "sum", {"tuning": 184, "test": 191}, 24)  # all that ex
 WORD_PROBLEMS = _Problems("word-problems", "word", {"tuning": 500, "test": 500}, 48)
 FACTS = _Facts()
 FORKS = _Forks()
+STORIES = _Stories()
 DOCUMENTS = _Documents()
