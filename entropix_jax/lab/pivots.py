@@ -2,61 +2,46 @@
 
 At each token of a greedy answer the second most likely token is forced, and the answer is finished
 greedily. A token is a pivot if the final answer then differs, and a mistake if the greedy answer is
-wrong and the other one right. Pivots and mistakes are predicted by logistic regression from the
-measures of the token's distribution. Predictions for a prompt come from a regression on other
-prompts, and intervals are bootstrapped over prompts.
+wrong and the other one right. With `--outcomes` every likely token is forced, too, and the answer
+is sampled several times: see `lab.strength`. For the predictions see `lab.prediction`.
 """
 
 from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
+import tyro
 
-from entropix_jax.cli.options import EXIT_OK, Count, model_name
+from entropix_jax.cli.options import EXIT_OK, Count, File, Text, model_name
 from entropix_jax.cli.status import StatusLine
 from entropix_jax.errors import UserError, check_range, require
 from entropix_jax.lab.command import Names, RunOptions
 from entropix_jax.version import __version__
 
 if TYPE_CHECKING:
-    from entropix_jax.batch.output import Store
-    from entropix_jax.batch.records import Record
-    from entropix_jax.engine.engine import Engine
-    from entropix_jax.engine.results import Row
-    from entropix_jax.lab.trials import Question
-    from entropix_jax.model.loading import LanguageModel
+    from entropix_jax.lab.tasks.task import Task
+    from entropix_jax.sampler.sampler import Sampler
 
-MEASURES = (
-    *("entropy", "varentropy", "attn_entropy_norm", "attn_varentropy", "agreement"),
-    "interaction_strength",
-)
-PREDICTORS: Mapping[str, tuple[str, ...]] = {
-    "entropy": ("entropy",),
-    "varentropy": ("varentropy",),
-    "entropy and varentropy": ("entropy", "varentropy"),
-    "attention": MEASURES[2:],
-    "all": MEASURES,
-}
-LABELS = ("pivot", "mistake")
-_FOLDS = 10
+_SAMPLER, _VALUES = "temperature", {"base.temperature": 1.0}  # the model's own distribution
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(RunOptions):
-    """Finds the tokens that decide greedy answers, and measures whether entropy, varentropy and
-    attention predict them.
+    """Finds the tokens that decide greedy answers, and measures what predicts them beyond their
+    index and the two highest probabilities.
 
     Example:
         --task word-problems --model tiny --output build/pivots
     """
 
-    task: Names
+    output: Annotated[str, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = ""
+    """Folder of the results. The same command resumes an interrupted run."""
+    task: Names = ()
     """Tasks of `evaluate` whose answers can be compared."""
     items: Count = 100
     """Number of items per task; 0 for all."""
@@ -64,20 +49,58 @@ class Arguments(RunOptions):
     """Number of rows that run in parallel."""
     tokens: Count = 64
     """Maximum number of tokens in an answer."""
+    outcomes: Count = 0
+    """Number of sampled continuations after each token with a probability of at least 0.05, for the
+    fork strength; 0 for none."""
+    sampler: Annotated[Text, tyro.conf.arg(metavar="PRESET_OR_FILE")] = None
+    """Sampler of the continuations (default: the model's own distribution)."""
+    seed: Count = 0
+    """Seed of the continuations."""
+    rows: File = None
+    """A tokens.jsonl of an earlier run, possibly compressed (.gz, .xz): prints its summary and runs
+    nothing."""
+
+    def choose_sampler(self) -> Sampler:
+        """Returns the sampler of the continuations."""
+        from entropix_jax.sampler.presets import load_sampler
+
+        if self.sampler is None:
+            return load_sampler(_SAMPLER).with_values(_VALUES)
+        return load_sampler(self.sampler)
 
 
 def run(arguments: Arguments) -> int:
     """Runs the command and returns its exit status."""
     require("lab", "pandas", "tabulate")
-    check_range("--items", arguments.items, 0)
-    check_range("--slots", arguments.slots, 1)
-    check_range("--tokens", arguments.tokens, 1)
-    from entropix_jax.batch.output import Store
-    from entropix_jax.engine.engine import Engine
-    from entropix_jax.engine.state import Recording
-    from entropix_jax.host.interrupts import deferred_interrupts
+    if arguments.rows is not None:
+        print(summarise(arguments.rows))
+        return EXIT_OK
+    for name, least in (("items", 0), ("slots", 1), ("tokens", 1), ("outcomes", 0)):
+        check_range(f"--{name}", getattr(arguments, name), least)
+    if arguments.outcomes > arguments.slots:
+        raise UserError(
+            f"--outcomes {arguments.outcomes}: more than the {arguments.slots} rows that run in"
+            " parallel: raise --slots"
+        )
+    if not arguments.output:
+        raise UserError("--output must be given (see --help)")
+    tasks = _find_tasks(arguments)
+    sampler = arguments.choose_sampler()
+    folder = Path(arguments.output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: the folder cannot be created: {error.strerror}") from None
+    status = _measure(arguments, tasks, sampler, folder)
+    if status == EXIT_OK:
+        text = summarise(str(folder / "tokens.jsonl"))
+        (folder / "summary.md").write_text(text, encoding="utf-8")
+        print(text)
+    return status
+
+
+def _find_tasks(arguments: Arguments) -> list[Task]:
     from entropix_jax.lab.tasks.registry import find_task, locate_task
-    from entropix_jax.lab.trials import read_questions
 
     names = [name for texts in arguments.task for name in texts]
     if not names:
@@ -86,198 +109,69 @@ def run(arguments: Arguments) -> int:
     for task in tasks:
         if not task.votes:
             raise UserError(f"task '{task.name}': free text has no answers to compare")
-    folder = Path(arguments.output)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder}: the folder cannot be created: {error.strerror}") from None
+    return tasks
+
+
+def _measure(arguments: Arguments, tasks: Sequence[Task], sampler: Sampler, folder: Path) -> int:
+    """Measures the tokens that the folder does not have. Returns the exit status."""
+    from entropix_jax.batch.output import Store
+    from entropix_jax.engine.engine import Engine
+    from entropix_jax.engine.preparation import calibrate_sampler
+    from entropix_jax.host.interrupts import deferred_interrupts
+    from entropix_jax.lab.outcomes import RECORDING, Sampling, measure
+    from entropix_jax.lab.trials import read_questions
+
     model = arguments.load(model_name(arguments.model))
     questions = [
         question
         for task in tasks
         for question in read_questions(model, task, "test", arguments.items, arguments.tokens)
     ]
-    identity = {
+    sampling = Sampling(arguments.outcomes, calibrate_sampler(sampler, model), arguments.seed)
+    identity: dict[str, Any] = {
         "run": "pivots",
         "model": model.fingerprint,
         "precision": model.precision.to_json(),
         "tokens": arguments.tokens,
+        "outcomes": arguments.outcomes,
         "version": __version__,
     }
+    if arguments.outcomes:
+        values = dict(sampling.sampler.sampler.values)
+        identity |= {"seed": arguments.seed, "sampler": values}
     longest = max(len(question.prompt) + question.max_new_tokens for question in questions)
     capacity = min(-(-longest // 64) * 64, model.config.max_positions)
-    recording = Recording(top=2, state=True)
-    engine = Engine(model, slots=arguments.slots, capacity=capacity, recording=recording)
+    engine = Engine(model, slots=arguments.slots, capacity=capacity, recording=RECORDING)
     status = StatusLine()
     with (
         Store(str(folder / "tokens.jsonl"), identity) as store,
         deferred_interrupts(engine.stop, (signal.SIGINT, signal.SIGTERM)) as pressed,
     ):
-        for done in measure(model, engine, questions, store):
+        for done in measure(model, engine, questions, store, sampling):
             status.show(f"{done} of {len(questions)} answers")
         status.clear()
         if pressed:
             print("interrupted: run the same command again to continue", file=sys.stderr)
             return 128 + pressed[0]
-    text = summarise(folder / "tokens.jsonl")
-    (folder / "summary.md").write_text(text, encoding="utf-8")
-    print(text)
     return EXIT_OK
 
 
-def measure(
-    model: LanguageModel, engine: Engine, questions: Sequence[Question], store: Store
-) -> Iterator[int]:
-    """Answers the questions without a stored result, replaces each token of the answers, and stores
-    the tokens. Yields the number of stored results after each answer. A question that cannot be
-    answered gets a result without tokens."""
-    from entropix_jax.batch.records import Record, content_hash
-    from entropix_jax.engine.preparation import calibrate_sampler
-    from entropix_jax.engine.results import Request
-    from entropix_jax.sampler.presets import load_sampler
+def summarise(address: str) -> str:
+    """Returns the tables of a `tokens.jsonl` as Markdown: what predicts which tokens decide an
+    answer and, for a task that has them, how far sampled fork strengths agree with the true ones.
 
-    greedy = calibrate_sampler(load_sampler("greedy"), model)
+    Raises:
+        UserError: the file cannot be read, has lines of another kind, or has no tokens.
+    """
+    from entropix_jax.lab.prediction import agreement, compare_predictors, read_tokens
 
-    def requests() -> Iterator[Request]:
-        for number, question in enumerate(questions, 1):
-            name = f"{question.task.name}/{question.item.id}"
-            record = Record(number, name, content_hash(name.encode() + question.digest))
-            if store.is_done(record):
-                continue
-            request = Request(
-                question.prompt,
-                greedy,
-                max_new_tokens=question.max_new_tokens,
-                row_id=name,
-                eos_ids=question.ends,
-                stop=question.task.stop,
-                tag=_Answer(question, record),
-            )
-            try:
-                engine.check(request)
-            except UserError as error:  # the prompt is too long
-                store.write(record, {"task": question.task.name, "error": str(error)})
-                continue
-            yield request
-
-    for event in engine.run(requests()):
-        row, answer = event.row, event.row.request.tag
-        if row.finish_reason is None:
-            continue
-        if answer.row is None:
-            answer.row = row
-            for token in row.tokens if row.error is None else ():
-                other = next(i for i, *_ in token.top or () if i != token.token_id)
-                (fork,) = engine.fork(row, 1, position=token.position)
-                engine.force(fork, [other])
-                answer.forks.append(fork)
-        if all(fork.finish_reason is not None for fork in answer.forks):
-            store.write(answer.record, answer.result())
-            yield store.done
-
-
-class _Answer:
-    """A greedy answer, and one more for each of its tokens."""
-
-    def __init__(self, question: Question, record: Record) -> None:
-        self.question, self.record = question, record
-        self.row: Row | None = None  # until the answer has ended
-        self.forks: list[Row] = []
-
-    def result(self) -> dict[str, Any]:
-        """The measures and labels of each token, as columns."""
-        from entropix_jax.lab.trials import user_code
-
-        task, item = self.question.task, self.question.item
-
-        def read(row: Row) -> tuple[str | None, float]:
-            with user_code(f"task '{task.name}': item {item.id!r}"):
-                found = task.extract(item, row.text)
-                return found, task.score(item, found)
-
-        assert self.row is not None
-        if self.row.error is not None:
-            return {"task": task.name, "error": self.row.error}
-        answer, score = read(self.row)
-        kept = [index for index, fork in enumerate(self.forks) if fork.error is None]
-        others = [read(self.forks[index]) for index in kept]
-        tokens = [self.row.tokens[index] for index in kept]
-        return {
-            "task": task.name,
-            "answer": answer,
-            "score": score,
-            "pivot": [found != answer for found, _ in others],
-            "mistake": [score < 1 <= other for _, other in others],
-            **{name: [getattr(token, name) for token in tokens] for name in MEASURES},
-        }
-
-
-def summarise(path: Path) -> str:
-    """Returns a Markdown table of the AUROC of each predictor, with 95 % intervals, and of its
-    difference from entropy alone. Labels that all or no tokens of a task have are omitted."""
-    import pandas as pd
-
-    from entropix_jax.lab.statistics import percentile_interval, resampled_auroc
-
-    answers = pd.read_json(path, lines=True)
-    if "pivot" not in answers:
-        raise UserError(f"{path}: no question was answered")
-    columns = [*LABELS, *MEASURES]
-    tokens = answers.explode(columns).dropna(subset=columns).astype(dict.fromkeys(columns, float))
-    rows = []
-    for task, group in tokens.groupby("task"):
-        prompts = group["id"].astype("category").cat.codes.to_numpy()
-        for label in LABELS:
-            positive = group[label].to_numpy() > 0
-            if positive.all() or not positive.any():
-                continue
-            scores = {
-                name: predict(group[[*used]].to_numpy(), positive, prompts)
-                for name, used in PREDICTORS.items()
-            }
-            found = {name: resampled_auroc(own, positive, prompts) for name, own in scores.items()}
-            base, base_each = found["entropy"]
-            for name, (value, each) in found.items():
-                difference = percentile_interval(value - base, each - base_each)
-                rows.append(
-                    {
-                        "task": task,
-                        "label": label,
-                        "tokens": len(group),
-                        "positive": int(positive.sum()),
-                        "predictor": name,
-                        "AUROC": str(percentile_interval(value, each)),
-                        "difference from entropy": "" if name == "entropy" else str(difference),
-                    }
-                )
-    return str(pd.DataFrame(rows).to_markdown(index=False)) + "\n"
-
-
-def predict(x: np.ndarray, positive: np.ndarray, prompts: np.ndarray) -> np.ndarray:
-    """Returns the log-odds of each token, float64 [n], by logistic regression on the measures
-    `x[n, k]` and their logarithms, fitted on the prompts of other folds."""
-    features = np.concatenate([x, np.log(np.abs(x) + 0.01)], axis=1)
-    features = (features - features.mean(axis=0)) / (features.std(axis=0) + 1e-9)
-    features = np.concatenate([np.ones((len(x), 1)), features], axis=1)
-    scores = np.zeros(len(x))
-    for fold in range(_FOLDS):
-        test = prompts % _FOLDS == fold
-        weights = fit_logistic(features[~test], positive[~test])
-        scores[test] = features[test] @ weights
-    return scores
-
-
-def fit_logistic(features: np.ndarray, positive: np.ndarray, ridge: float = 1.0) -> np.ndarray:
-    """Returns the weights of a logistic regression with a ridge penalty, float64 [k], by Newton's
-    method."""
-    weights = np.zeros(features.shape[1])
-    penalty = ridge * np.eye(len(weights))
-    for _ in range(50):
-        p = 1 / (1 + np.exp(-np.clip(features @ weights, -30, 30)))
-        gradient = features.T @ (p - positive) + penalty @ weights
-        curvature = (features.T * (p * (1 - p))) @ features + penalty
-        step = np.linalg.solve(curvature, gradient)
-        weights -= step
-        if np.abs(step).max() < 1e-8:
-            break
-    return weights
+    tasks = read_tokens(address)
+    table, omitted = compare_predictors(tasks)
+    parts = []
+    if len(table):
+        table = table.fillna({"difference": ""}).astype({"difference": str})
+        table = table.rename(columns={"difference": "difference from the base [joint 95 %]"})
+        parts.append(str(table.to_markdown(index=False, floatfmt=".3f")))
+    parts += [line for task, tokens in tasks.items() if (line := agreement(task, tokens))]
+    parts += [f"Left out: {line}." for line in omitted]
+    return "\n\n".join(parts) + "\n"

@@ -1,87 +1,194 @@
-"""Pivot tokens: each is the greedy answer to a prompt that is longer by what is forced."""
+"""Pivot tokens: each is the greedy answer to a prompt that is longer by what is forced. Sampled
+outcomes: each is that of a row that is run alone with the same random numbers.
+"""
 
 from __future__ import annotations
 
+import gzip
 import json
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.preparation import calibrate_sampler
+from entropix_jax.engine.preparation import CalibratedSampler, calibrate_sampler
 from entropix_jax.engine.results import Request, Row
 from entropix_jax.engine.state import Recording
-from entropix_jax.lab.pivots import fit_logistic, predict
+from entropix_jax.lab import prediction
+from entropix_jax.lab.strength import fork_strength, permuted_strength
 from entropix_jax.lab.tasks.registry import find_task
 from entropix_jax.lab.trials import Question, read_questions
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.commands import one_error, run_command
 
-TOKENS = 24
+TOKENS, ITEMS, OUTCOMES = 24, 8, 8
+TASKS = ("word-problems", "entropix_jax.lab.tasks.tiny:STORIES")
+ARGUMENTS = (
+    *("pivots", "--task", *TASKS, "--model", "tiny", "--items", ITEMS, "--tokens", TOKENS),
+    *("--outcomes", OUTCOMES, "--precision", "float32"),
+)
 
 
-def answer_to(model: LanguageModel, question: Question, given: list[int]) -> Row:
-    """The greedy answer that begins with these tokens."""
+def read(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "tokens.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a complete run."""
+    path = tmp_path_factory.mktemp("pivots")
+    found = run_command(*ARGUMENTS, "--output", path)
+    assert found.status == 0
+    assert (path / "summary.md").read_text() == found.out.removesuffix("\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def questions(tiny: LanguageModel) -> dict[str, Question]:
+    tasks = [find_task(name) for name in TASKS]
+    asked = [q for task in tasks for q in read_questions(tiny, task, "test", ITEMS, TOKENS)]
+    return {f"{q.task.name}/{q.item.id}": q for q in asked}
+
+
+def run_alone(model: LanguageModel, request: Request, given: list[int]) -> Row:
+    """A row of its own, whose first tokens are forced."""
     engine = Engine(model, slots=1, capacity=128, recording=Recording(top=2))
-    greedy = calibrate_sampler(load_sampler("greedy"), model)
-    prompt, left = (*question.prompt, *given), TOKENS - len(given)
-    row = Row(Request(prompt, greedy, left, eos_ids=question.ends))
+    row = Row(request, ahead=given)
     list(engine.run([row]))
     return row
 
 
-def test_labels_and_measures(tiny: LanguageModel, tmp_path: Path) -> None:
-    arguments = ["pivots", "--task", "word-problems", "--model", "tiny", "--items", 3]
-    arguments += ["--tokens", TOKENS, "--precision", "float32", "--output", tmp_path]
-    assert run_command(*arguments).status == 0
-    results = [json.loads(line) for line in (tmp_path / "tokens.jsonl").read_text().splitlines()]
-    task = find_task("word-problems")
-    questions = {q.item.id: q for q in read_questions(tiny, task, "test", 3, TOKENS)}
-    for found in results:
-        question = questions[found["id"].removeprefix("word-problems/")]
-        row = answer_to(tiny, question, [])
-        answer = task.extract(question.item, row.text)
+def ask(question: Question, sampler: CalibratedSampler, name: str = "0", seed: int = 0) -> Request:
+    return Request(
+        question.prompt,
+        sampler,
+        TOKENS,
+        row_id=name,
+        seed=seed,
+        eos_ids=question.ends,
+        stop=question.task.stop,
+    )
+
+
+def test_labels_and_measures(
+    tiny: LanguageModel, folder: Path, questions: dict[str, Question]
+) -> None:
+    greedy = calibrate_sampler(load_sampler("greedy"), tiny)
+    for found in read(folder)[::7]:
+        question = questions[found["id"]]
+        row = run_alone(tiny, ask(question, greedy), [])
+        answer = question.task.extract(question.item, row.text)
         assert found["answer"] == answer
+        assert found["index"] == [*range(len(row.tokens))]
+        ids = found["token_id"]
+        assert ids == [token.token_id for token in row.tokens]
         assert found["entropy"] == pytest.approx([t.entropy for t in row.tokens], abs=1e-4)
-        ids = [token.token_id for token in row.tokens]
+        means = np.mean(found["heads"], axis=1)
+        np.testing.assert_allclose(means, found["attn_entropy_norm"], atol=1e-3)
         for at in range(0, len(ids), 4):
             top = row.tokens[at].top
             assert top is not None
+            assert [found["p1"][at], found["p2"][at]] == pytest.approx([p for *_, p in top], 1e-3)
             given = [*ids[:at], next(i for i, _, _ in top if i != ids[at])]
-            text = tiny.tokenizer.decode(given)
-            if given[-1] not in question.ends:
-                text += answer_to(tiny, question, given).text
-            other = task.extract(question.item, text)
+            other = question.task.extract(
+                question.item, run_alone(tiny, ask(question, greedy), given).text
+            )
             assert found["pivot"][at] == (other != answer)
-            right = question.item.answer
-            assert found["mistake"][at] == (answer != right and other == right)
+            score = question.task.score
+            right = score(question.item, answer) < 1 <= score(question.item, other)
+            assert found["mistake"][at] == right
+
+
+def test_outcomes_are_those_of_rows_alone(
+    tiny: LanguageModel, folder: Path, questions: dict[str, Question]
+) -> None:
+    sampler = load_sampler("temperature").with_values({"base.temperature": 1.0})
+    own = calibrate_sampler(sampler, tiny)
+    checked = 0
+    for found in read(folder)[3::8]:
+        question = questions[found["id"]]
+        forks = [at for at, tokens in enumerate(found["alternatives"]) if tokens]
+        for at in forks[:1]:
+            for token_id, p, counts in found["alternatives"][at]:
+                assert p >= 0.05
+                outcomes: Counter[str | None] = Counter()
+                for number in range(OUTCOMES):
+                    name = f"{found['id']}/{at}/{token_id}/{number}"
+                    given = [*found["token_id"][:at], token_id]
+                    row = run_alone(tiny, ask(question, own, name), given)
+                    outcomes[question.task.extract(question.item, row.text)] += 1
+                assert outcomes == dict(counts)
+                checked += 1
+    assert checked >= 3
+
+
+def test_strengths_are_those_of_the_outcomes(folder: Path) -> None:
+    several = 0
+    for found in read(folder):
+        for at, tokens in enumerate(found["alternatives"]):
+            if not tokens:
+                assert found["strength"][at] == found["permuted"][at] == 0
+                continue
+            chances = [p for _, p, _ in tokens]
+            names = dict.fromkeys(outcome for *_, counts in tokens for outcome, _ in counts)
+            table = np.array([[dict(map(tuple, c)).get(n, 0) for n in names] for *_, c in tokens])
+            assert (table.sum(axis=1) == OUTCOMES).all()
+            assert found["strength"][at] == fork_strength(chances, table / OUTCOMES)
+            assert found["permuted"][at] == permuted_strength(chances, table)
+            several += 1
+    assert several > 20
+
+
+def test_sampled_strengths_agree_with_the_true_ones(folder: Path) -> None:
+    stories = prediction.read_tokens(str(folder / "tokens.jsonl"))["stories"].columns
+    chosen = (stories["alternatives"] > 1) & ~np.isnan(stories["true"])
+    assert chosen.sum() >= 15
+    assert prediction.spearman(stories["strength"][chosen], stories["true"][chosen]) > 0.8
+    assert "stories: Spearman's rho with the true F is 0." in (folder / "summary.md").read_text()
+
+
+def test_a_run_resumes(folder: Path, tmp_path: Path) -> None:
+    lines = (folder / "tokens.jsonl").read_bytes().splitlines(keepends=True)
+    path = tmp_path / "tokens.jsonl"
+    path.write_bytes(b"".join(lines[:-1]) + lines[-1][:100])
+    sidecar = (folder / "tokens.jsonl.run.json").read_bytes()
+    (tmp_path / "tokens.jsonl.run.json").write_bytes(sidecar)
+    changed = run_command(*ARGUMENTS, "--output", tmp_path, "--seed", 1)
+    one_error(changed, "holds another run's results: seed was 0 and is now 1")
+    changed = run_command(*ARGUMENTS, "--output", tmp_path, "--sampler", "min-p")
+    one_error(changed, "holds another run's results: sampler.base.min_p was 0.0")
+    assert run_command(*ARGUMENTS, "--output", tmp_path).status == 0
+    *kept, again = read(tmp_path)
+    *_, last = read(folder)
+    assert kept == read(folder)[:-1]
+    assert [[(i, c) for i, _, c in t] for t in again["alternatives"]] == [
+        [(i, c) for i, _, c in t] for t in last["alternatives"]
+    ]
+    assert again["entropy"] == pytest.approx(last["entropy"], abs=1e-4)
     # Nothing is run again.
-    before = (tmp_path / "tokens.jsonl").read_bytes()
-    assert "| word-problems | pivot" in run_command(*arguments).out
-    assert (tmp_path / "tokens.jsonl").read_bytes() == before
+    before = path.read_bytes()
+    assert run_command(*ARGUMENTS, "--output", tmp_path).status == 0
+    assert path.read_bytes() == before
 
 
-def test_a_regression_is_at_its_optimum() -> None:
-    rng = np.random.default_rng(3)
-    x = rng.normal(size=(400, 3))
-    positive = rng.random(400) < 1 / (1 + np.exp(1 - 2 * x[:, 0] + x[:, 2]))
-    weights = fit_logistic(x, positive)
-    p = 1 / (1 + np.exp(-x @ weights))
-    np.testing.assert_allclose(x.T @ (p - positive) + weights, 0, atol=1e-6)
-
-
-def test_no_prompt_predicts_its_own_tokens() -> None:
-    """What a fold's own labels are does not change its predictions."""
-    rng = np.random.default_rng(5)
-    x, prompts = np.abs(rng.normal(size=(300, 2))), np.repeat(np.arange(30), 10)
-    positive = rng.random(300) < 0.4
-    other = np.where(prompts % 10 == 3, ~positive, positive)
-    same = prompts % 10 == 3
-    np.testing.assert_array_equal(
-        predict(x, positive, prompts)[same], predict(x, other, prompts)[same]
-    )
+def test_rows_print_the_summary(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of answers that are the same, but enough to be summarised."""
+    monkeypatch.setattr(prediction, "_RESAMPLES", 20)
+    answers = [each for each in read(folder) if each["task"] == "stories"] * 2
+    path = tmp_path / "tokens.jsonl.gz"
+    lines = [json.dumps(answer) for answer in (*answers, {"task": "stories", "error": "too long"})]
+    path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    found = run_command("pivots", "--rows", path)
+    assert found.status == 0
+    assert "| stories | F " in found.out
+    assert "base + attention per head" in found.out
+    assert "Left out: stories, mistake: positive at 0 of" in found.out
 
 
 @pytest.mark.parametrize(
@@ -89,10 +196,25 @@ def test_no_prompt_predicts_its_own_tokens() -> None:
     [
         (["--task", "documents"], "task 'documents': free text has no answers to compare"),
         (["--task", "sums", "--items", "-1"], "--items"),
+        (["--task", "sums", "--outcomes", "33"], "--outcomes 33: more than the 32 rows"),
+        (["--task", "sums", "--sampler", "nothing"], "nothing"),
         ([], "--task must be given"),
         (["--task", "nothing"], "no task 'nothing'"),
+        (["--rows", "nowhere.jsonl"], "nowhere.jsonl: cannot be read: no such file"),
     ],
 )
 def test_refusals(tmp_path: Path, arguments: list[str], message: str) -> None:
     found = run_command("pivots", *arguments, "--model", "tiny", "--output", tmp_path / "out")
     one_error(found, message)
+
+
+def test_other_refusals(tmp_path: Path) -> None:
+    one_error(run_command("pivots", "--task", "sums", "--model", "tiny"), "--output must be given")
+    for content, message in (
+        ('{"task": "sums"}\n', "line 1 is not a result of pivots"),
+        ("no JSON\n", "line 1 is not a result of pivots"),
+        ('{"task": "sums", "error": "too long"}\n', "no question was answered"),
+    ):
+        path = tmp_path / "tokens.jsonl"
+        path.write_text(content)
+        one_error(run_command("pivots", "--rows", path), message)
