@@ -120,5 +120,5 @@ def show_output(folder: Path) -> None:
     """Prints a study's summary, without its pictures, and where its files are."""
     page = (folder / "summary.md").read_text(encoding="utf-8")
     print(page.partition("\n![")[0])
-    names = "summary.md, findings.json, results.csv, rows.jsonl.xz, plots/"
+    names = "summary.md, findings.json, results.csv, plots/"
     print(f"written: {folder}/ ({names})", file=sys.stderr)

@@ -365,12 +365,11 @@ def _several(
     bootstrap, found = sums.bootstrap(tasks), []
     places = sums.task_of.index[sums.task_of.isin(tasks)]
     for setting in sums.settings:
-        for kind in KINDS:
-            own = answers.loc[[(setting, kind, k) for k in sizes]]
-            scores, costs = (own[key][places].to_numpy() for key in (SCORE, "forwards"))
-            for k, cost, score in zip(sizes, costs, scores, strict=True):
-                estimate = bootstrap.estimate(score)
-                found.append((name, setting, kind, k, bootstrap.mean(cost), estimate))
+        keys = [*itertools.product(KINDS, sizes)]
+        own = answers.loc[[(setting, *key) for key in keys]]
+        scores, costs = (own[name][places].to_numpy() for name in (SCORE, "forwards"))
+        for key, cost, one in zip(keys, costs, bootstrap.estimates(scores), strict=True):
+            found.append((name, setting, *key, bootstrap.mean(cost), one))
     columns = ["task", "setting", "kind", "samples", "forwards", "estimate"]
     return pd.DataFrame(found, columns=columns)
 

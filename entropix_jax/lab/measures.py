@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from statistics import fmean
@@ -67,13 +68,24 @@ def self_bleu(texts: Sequence[str]) -> float | None:
     if len(texts) < 2 or importlib.util.find_spec("sacrebleu") is None:
         return None
     from sacrebleu.metrics import BLEU
+    from sacrebleu.metrics.helpers import extract_all_word_ngrams
 
-    # Texts of fewer than four words are compared by the n-grams that they have.
-    bleu = BLEU(effective_order=True)
-    scores = [
-        bleu.sentence_score(text, [*texts[:i], *texts[i + 1 :]]).score
-        for i, text in enumerate(texts)
-    ]
+    if len({*texts}) == 1:
+        return 1.0
+    # `BLEU.sentence_score` would count the n-grams of a text once for each other text.
+    tokenize = BLEU(effective_order=True).tokenizer
+    counted = [extract_all_word_ngrams(tokenize(text.rstrip()), 1, 4) for text in texts]
+    scores = []
+    for index, (own, length) in enumerate(counted):
+        others = [*counted[:index], *counted[index + 1 :]]
+        correct = [0] * 4
+        for gram in own.keys() & {*itertools.chain(*(grams for grams, _ in others))}:
+            correct[len(gram) - 1] += min(own[gram], max(grams[gram] for grams, _ in others))
+        total = [max(length - n, 0) for n in range(4)]
+        nearest = min((abs(other - length), other) for _, other in others)[1]
+        # Texts of fewer than four words are compared by the n-grams that they have.
+        score = BLEU.compute_bleu(correct, total, length, nearest, "exp", effective_order=True)
+        scores.append(score.score)
     return min(math.fsum(scores) / len(scores) / 100, 1.0)  # rounding may exceed 1
 
 

@@ -1,4 +1,4 @@
-"""The output of a study: its rows, tables, plots and summary, all made from the rows alone."""
+"""The output of a study: tables, plots and summary, all made from its rows alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from entropix_jax.lab.results import (
     read_rows,
     results_frame,
     write_results,
-    write_rows,
 )
 from entropix_jax.lab.sweep import NONE, Comparison, Sweep, Tuning, list_names
 from entropix_jax.lab.tasks.registry import find_task
@@ -85,7 +84,7 @@ def write_output(
     about: Mapping[str, Any],
     folder: Path,
 ) -> None:
-    """Computes the findings, and writes rows, tables, plots and the summary.
+    """Computes the findings, and writes tables, plots and the summary.
 
     Args:
         tuning: rows of the candidates; empty without tuning.
@@ -103,7 +102,6 @@ def write_output(
         tuned=find_best(tuning, sweep.tuning),
         comparisons=sweep.comparisons,
     )
-    write_rows([*tuning, *test], folder / "rows.jsonl.xz")
     write_results(results, folder / "results.csv")
     write_json(folder / "findings.json", findings.to_json())
     plots = draw_plots(findings, folder / "plots")

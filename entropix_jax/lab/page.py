@@ -260,7 +260,7 @@ def _uncertainty(findings: Findings) -> Iterator[str]:
         "AURC: the area under the risk-coverage curve, the share of wrong answers among the most "
         "certain ones; E-AURC: its excess over the best order. ECE: the expected calibration error "
         "of P(wrong), an isotonic regression on the other half of the items, in 15 bins of equal "
-        "mass, which small samples bias upwards. Intervals are 95 % bootstrap intervals over items, "
+        "mass; small samples bias it upwards. Intervals are 95 % bootstrap intervals over items, "
         "those of AUROC joint over the measures of a table."
     )
     for (task, setting), own in findings.uncertainty.groupby(["task", "setting"], sort=False):

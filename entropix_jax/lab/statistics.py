@@ -17,7 +17,6 @@ Floats = NDArray[np.float64]
 Resampled = tuple[float, Floats]  # an estimate, and the same of each resample
 
 RESAMPLES = 10_000
-_AUROC_RESAMPLES = 1000  # fewer, since each is a sort
 _COVERAGE = 0.95
 _ROUNDING = 1e-9  # differences below are rounding errors
 NOT_SIGNIFICANT = "not significant"
@@ -80,6 +79,11 @@ class Bootstrap:
     def estimate(self, scores: Floats) -> Interval:
         """The mean over tasks of the mean over items of `scores[I]`, with its interval."""
         return percentile_interval(*self.mean_of(scores))
+
+    def estimates(self, scores: Floats) -> list[Interval]:
+        """The estimates of each of `scores[n, I]`."""
+        each = (self._weights @ scores.T).T
+        return [percentile_interval(*own) for own in zip(map(self.mean, scores), each, strict=True)]
 
     def mean_of(self, values: Floats) -> Resampled:
         """The mean of `values[I]`, and that of each resample [resamples]."""
@@ -178,19 +182,3 @@ def auroc(scores: Floats, positive: NDArray[np.bool_]) -> float:
     ranks = pd.Series(scores).rank().to_numpy()  # from 1; ties share their mean
     total = float(ranks[positive].sum())
     return (total - positives * (positives + 1) / 2) / (positives * negatives)
-
-
-def resampled_auroc(
-    scores: Floats, positive: NDArray[np.bool_], items: NDArray[np.integer]
-) -> tuple[float, Floats]:
-    """Returns the AUROC of rows, and the AUROC of each resample of their items, NaN where a
-    resample lacks a class. Every call draws the same resamples, so differences are paired."""
-    rng = np.random.default_rng(0)
-    order = np.argsort(items, kind="stable")
-    _, first = np.unique(items[order], return_index=True)
-    rows = np.split(order, first[1:])
-    each = np.empty(_AUROC_RESAMPLES)
-    for index in range(_AUROC_RESAMPLES):
-        chosen = np.concatenate([rows[i] for i in rng.integers(len(rows), size=len(rows))])
-        each[index] = auroc(scores[chosen], positive[chosen])
-    return auroc(scores, positive), each

@@ -27,7 +27,7 @@ from entropix_jax.cli.status import ProgressView
 from entropix_jax.engine.preparation import CalibratedSampler
 from entropix_jax.errors import UserError
 from entropix_jax.lab.outputs import describe, find_best, find_tasks, write_json, write_output
-from entropix_jax.lab.results import Row, read_results
+from entropix_jax.lab.results import Row, read_results, write_rows
 from entropix_jax.lab.sweep import NONE, ByTask, Setting, Sweep, name_tuned
 from entropix_jax.lab.tasks.task import Split, Task
 from entropix_jax.lab.trials import TUNING, Phase, Question, TrialRun, read_questions
@@ -205,7 +205,7 @@ class Study:
     def _write(
         self, settings: Sequence[Setting], tuning: Sequence[Row], test: Sequence[Row]
     ) -> None:
-        """Writes the study's description and its output."""
+        """Writes the study's description, its rows, and its output."""
         assert self._run is not None
         samplers, about = self._run.samplers, self._about(len(settings), len(test))
         parameters = {
@@ -218,6 +218,7 @@ class Study:
             for setting in settings
         }
         write_json(self._folder / "study.json", about | {"settings": parameters})
+        write_rows([*tuning, *test], self._folder / "rows.jsonl.xz")
         names = [setting.name for setting in settings]
         write_output(self._sweep, self._tasks, names, tuning, test, about, self._folder)
 
