@@ -210,7 +210,7 @@ def _count_items(task: Task, sweep: Sweep, found: int) -> int:
         with user_code(f"task '{task.name}': items"):
             items = task.items(sweep.split, chat=False)
             return sum(1 for _ in islice(items, first, first + most))
-    except UserError:  # the task's file is not at hand
+    except UserError:  # the task's file is missing
         return most
 
 

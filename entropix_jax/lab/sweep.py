@@ -29,6 +29,7 @@ from entropix_jax.sampler.sampler import Sampler
 
 _MAX_SETTINGS = 100_000
 _MAX_SEED = 2**63 - 1  # an int64 column
+_MOST_MARGIN = 1000
 _KEYS = (
     *("description", "tasks", "items", "skip", "seeds", "most_seeds", "split", "max_new_tokens"),
     *("base", "baseline", "baselines", "set", "samplers", "settings", "grid", "tuning", "compare"),
@@ -187,8 +188,8 @@ def _read_comparison(table: _Table, names: Sequence[str]) -> Comparison:
     if not settings and not pairs:
         raise UserError(f"{key}.settings: must name a setting to compare")
     margin = table.values.get("margin")
-    if margin is not None and not (is_list_of([margin], int | float) and margin > 0):
-        raise UserError(f"{key}.margin = {margin!r}: must be a number above 0")
+    if margin is not None and not (is_list_of([margin], int | float) and 0 < margin < _MOST_MARGIN):
+        raise UserError(f"{key}.margin = {margin!r}: must be a number between 0 and {_MOST_MARGIN}")
     tasks = table.values_of("tasks", str)
     return Comparison(
         key, by, curve, settings, tuple((one, other) for one, other in pairs), margin, tasks

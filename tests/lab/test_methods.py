@@ -28,6 +28,7 @@ forks = 3
 by = "forwards"
 curve = ["one", "several"]
 """
+MORE = "[settings.more]\nsampler = 'greedy'\n"
 
 
 def test_methods_are_settings(tmp_path: Path) -> None:
@@ -56,9 +57,15 @@ def test_methods_are_settings(tmp_path: Path) -> None:
     study = json.loads((output / "study.json").read_text())
     assert study["settings"]["forks"]["method"] == "dts"
     assert "method" not in study["settings"]["one"]
-    # A study goes on with the same methods only.
-    sweep.write_text(SWEEP.replace('"dts"', '"eager"'))
-    assert "settings" in refusal(run_command(*arguments))
+    # A study goes on with the same methods and settings only. A comparison may be another one.
+    for old, new, difference in (
+        ('"dts"', '"eager"', 'settings.forks.method was "dts" and is now "eager"'),
+        ("[[compare]]", f"{MORE}[[compare]]", "settings.more was absent and is now {"),
+        ("[settings.several]", "[settings.some]", "settings.some was absent and is now {"),
+        ("items = 3", "items = 2", "items was 3 and is now 2"),
+    ):
+        sweep.write_text(SWEEP.replace(old, new).replace('"one", "several"', '"one", "forks"'))
+        assert f"holds another run's results: {difference}" in refusal(run_command(*arguments))
 
 
 @pytest.mark.parametrize(

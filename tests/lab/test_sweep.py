@@ -340,8 +340,9 @@ BAD: list[tuple[str, str]] = [
     (f"{CURVE}\npairs = ['top-p']", "compare.1.pairs: must be a list of pairs of settings"),
     (f"{CURVE}\npairs = [['top-p']]", "compare.1.pairs: must be a list of pairs of settings"),
     (f"{CURVE}\npairs = [['top-p', 'x']]", "compare.1.pairs = 'x': no such setting"),
-    (f"{CURVE}\nmargin = 0", "compare.1.margin = 0: must be a number above 0"),
-    (f"{CURVE}\nmargin = true", "compare.1.margin = True: must be a number above 0"),
+    (f"{CURVE}\nmargin = 0", "compare.1.margin = 0: must be a number between 0 and 1000"),
+    (f"{CURVE}\nmargin = inf", "compare.1.margin = inf: must be a number between 0 and 1000"),
+    (f"{CURVE}\nmargin = true", "compare.1.margin = True: must be a number between 0 and 1000"),
     (f"{CURVE}\ntasks = 'sums'", "compare.1.tasks: must be a list of texts"),
 ]
 
