@@ -210,7 +210,9 @@ class _Answer:
             return found, task.score(item, found)
 
     def result(self) -> dict[str, Any]:
-        """The measures and labels of each token, as columns."""
+        """The measures and labels of each token, as columns. `alternatives` has, of each token, the
+        alternatives as [token id, probability, [[outcome, count], ...]], none if there is only one.
+        """
         assert self.row is not None
         task = self.question.task
         if self.row.error is not None:
@@ -241,9 +243,9 @@ class _Answer:
         true_strength = getattr(self.question.task, "true_strength", None)
         for index in kept:
             chances = self.alternatives[index]
-            counts = [self.sampled[index, token_id] for token_id in chances]
+            counts = [_sorted(self.sampled[index, token_id]) for token_id in chances]
             outcomes = list(dict.fromkeys(found for counter in counts for found in counter))
-            table = np.array([[counter[found] for found in outcomes] for counter in counts])
+            table = np.array([[counter.get(found, 0) for found in outcomes] for counter in counts])
             columns["alternatives"].append(
                 [
                     [token_id, p, [*counter.items()]]
@@ -259,6 +261,11 @@ class _Answer:
             before = ("".join(texts[:index]) for index in kept)
             columns["true"] = [true_strength(self.question.item, text) for text in before]
         return columns
+
+
+def _sorted(counts: Counter[str | None]) -> dict[str | None, int]:
+    """The counts by falling number, then by outcome: not in the order in which rows ended."""
+    return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0] is None, pair[0] or "")))
 
 
 def _other(token: TokenRecord) -> int:

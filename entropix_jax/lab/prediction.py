@@ -3,7 +3,8 @@
 The base model has the index of the token in the answer and the probabilities of the two most likely
 tokens. Further measures are judged by what they add to it. All predictions are by ridge regression,
 cross-validated over prompts. The bootstrap resamples prompts and repeats the cross-validation, with
-all copies of a prompt in one fold.
+all copies of a prompt in one fold. A resample has fewer different prompts to learn from, so its
+predictions are worse and the intervals, which contain the difference, conservative.
 
 Legend: T tokens, P prompts, D features with the intercept, K targets, R resamples, F folds.
 """
