@@ -186,6 +186,23 @@ def test_stored_rows_make_the_output(
             assert (output / name).read_bytes() == (done / name).read_bytes(), name
 
 
+def test_stored_rows_need_no_file_of_a_task(
+    done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ENTROPIX_DATA", raising=False)
+    rows = read_rows(str(done / "rows.jsonl.xz")).values()
+    names = {"sums": "svamp", "facts": "facts"}
+    write_rows([{**row, "task": names[row["task"]]} for row in rows], tmp_path / "rows.jsonl.xz")
+    text = SWEEP.replace('"sums"', '"svamp"').replace("sums = 1", "svamp = 1")
+    command = ["ablate", tmp_path / "sweep.toml", "--output", tmp_path / "out"]
+    command += ["--rows", tmp_path / "rows.jsonl.xz"]
+    write_sweep(tmp_path, text)
+    succeed(*command)
+    assert [line[0] for line in section(tmp_path / "out", "Scores")] == [*SETTINGS]
+    write_sweep(tmp_path, text.replace("\nitems = 2", "\nitems = 3"))
+    assert "has 2 items of task 'svamp' (test), not 3" in refusal(run(*command))
+
+
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
