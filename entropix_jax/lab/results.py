@@ -36,8 +36,14 @@ COLUMNS = (
     *("finish_reason", "error", *_COUNTS[1:], *_NUMBERS, "text"),
 )
 _OBJECTS = ("varied", "measures")  # not in the file
-_NEEDED = {"phase", "task", "item", "setting", "sampler", "varied", "seed", "score", "answer"}
-_NEEDED |= {"text", "finish_reason", "tokens", "forwards", "regimes", "actions"}
+# What every row has.
+_KINDS: Mapping[str, Any] = {
+    **dict.fromkeys(("phase", "task", "item", "setting", "sampler", "text", "finish_reason"), str),
+    **dict.fromkeys(("seed", "tokens", "forwards", "retracted"), int),
+    **dict.fromkeys(("varied", "regimes", "actions"), dict),
+    "score": float | None,
+    "answer": str | None,
+}
 _DIGITS = 6  # significant ones of a measure
 _CLOSE = 1e-3  # relative, or absolute below 1
 
@@ -78,7 +84,9 @@ def read_rows(path: str) -> dict[str, Row]:
                 row = json.loads(line.decode())
             except (ValueError, RecursionError):
                 row = None
-            if not isinstance(row, dict) or not row.keys() >= _NEEDED:
+            if not isinstance(row, dict) or not all(
+                key in row and isinstance(row[key], kind) for key, kind in _KINDS.items()
+            ):
                 raise UserError(f"{path}: line {number} is not a row of a study")
             if (name := name_trial(row)) in rows:
                 raise UserError(f"{path}: line {number}: has the row '{name}' twice")

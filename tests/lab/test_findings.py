@@ -369,7 +369,9 @@ def test_differences_of_rows() -> None:
     assert [*find_differences({third: found[third]}, {})] == [f"{third}: missing"]
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"phase": "test"}'])
+@pytest.mark.parametrize(
+    "line", ["{", "[1]", '{"phase": "test"}', json.dumps({**next(rows()), "tokens": "3"})]
+)
 def test_a_line_that_is_no_row(tmp_path: Path, line: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(next(rows())) + f"\n{line}\n")

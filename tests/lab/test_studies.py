@@ -194,13 +194,12 @@ def test_stored_rows_need_no_file_of_a_task(
     names = {"sums": "svamp", "facts": "facts"}
     write_rows([{**row, "task": names[row["task"]]} for row in rows], tmp_path / "rows.jsonl.xz")
     text = SWEEP.replace('"sums"', '"svamp"').replace("sums = 1", "svamp = 1")
-    command = ["ablate", tmp_path / "sweep.toml", "--output", tmp_path / "out"]
-    command += ["--rows", tmp_path / "rows.jsonl.xz"]
-    write_sweep(tmp_path, text)
-    succeed(*command)
+    arguments = ("--output", tmp_path / "out", "--rows", tmp_path / "rows.jsonl.xz")
+    succeed("ablate", write_sweep(tmp_path, text), *arguments)
     assert [line[0] for line in section(tmp_path / "out", "Scores")] == [*SETTINGS]
-    write_sweep(tmp_path, text.replace("\nitems = 2", "\nitems = 3"))
-    assert "has 2 items of task 'svamp' (test), not 3" in refusal(run(*command))
+    more = write_sweep(tmp_path, text.replace("\nitems = 2", "\nitems = 3"))
+    line = refusal(run("ablate", more, *arguments))
+    assert "has 2 items of task 'svamp' (test), not 3" in line
 
 
 @pytest.mark.parametrize(
