@@ -57,7 +57,9 @@ def defaults(mechanisms: Mechanisms = MECHANISMS) -> Mapping[str, Any]:
     """Returns the default values of optional keys."""
     of_fields = {key: meta["default"] for key, meta in _fields(mechanisms)}
     given = {key: value for key, value in of_fields.items() if value is not None}
-    return MappingProxyType({"draw.bias": [], "metrics.units": "bits", **given})
+    return MappingProxyType(
+        {"draw.bias": [], "metrics.units": "bits", "arms.start": "argmax", **given}
+    )
 
 
 def check_key(key: str, where: str, mechanisms: Mechanisms = MECHANISMS) -> None:

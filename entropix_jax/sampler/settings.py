@@ -117,6 +117,14 @@ class ConfidenceSettings:
     likeliest: jax.Array = number(2, MAX_LIKELIEST, integer=True)  # k, tokens of a distribution
     window: jax.Array = number(1, 2**31 - 1, integer=True)  # tokens of a group
     threshold: jax.Array = number(0.0, 1e6)  # nats; 0: no row ends
+@struct.dataclass
+class StartSettings:
+    """The start of an answer: `arms.start` serves its first `tokens`, whatever the regime. A token
+    that decides the rest of the answer is likely to be there."""
+
+    tokens: jax.Array = number(*COUNT, integer=True, default=0)
+
+
 
 
 @struct.dataclass
@@ -134,7 +142,7 @@ class SamplerSettings:
     """All settings of a sampler, for one row; with a leading axis on every leaf, for a batch."""
 
     conditions: ConditionSettings
-    arms: jax.Array  # int32 [6], index into `mechanisms`, the arms of the regimes and of a loop
+    arms: jax.Array  # int32 [7], index into `mechanisms`, the arm of each of SERVED
     rule: jax.Array  # int32, index into `mechanisms`, the truncation rule
     layer_weights: jax.Array  # float32 [L], weights of the mean over layers
     # Bools: mechanisms see attn_entropy_norm, agreement_published under the plain names.
@@ -159,6 +167,7 @@ class SamplerSettings:
 class Parts:
     """The static parts of a compiled sampler step. Arms, rules and actions are indices into
     `mechanisms`. The step contains the `used` ones, by name."""
+    start: StartSettings
 
     mechanisms: tuple[Any, ...]
     used: frozenset[str] = frozenset()
@@ -186,3 +195,4 @@ SHARED_SECTIONS: dict[str, type] = {
     "loop": LoopSettings,
     "confidence": ConfidenceSettings,
 }
+    "start": StartSettings,

@@ -168,7 +168,9 @@ def propose(arm: jax.Array, ctx: Context) -> Proposal:
 def _propose(ctx: Context) -> Proposal:
     """Returns the sampling parameters of the row's next token, from the arm of its regime."""
     settings, parts, rounds = ctx.settings, ctx.parts, ctx.observation.rounds
-    served = jnp.where(rounds > 0, SERVED.index("loop"), ctx.regime)
+    starts = ctx.generated < settings.start.tokens
+    served = jnp.where(starts, SERVED.index("start"), ctx.regime)
+    served = jnp.where(rounds > 0, SERVED.index("loop"), served)
     proposal = propose(settings.arms[served], ctx)
 
     # An arm may propose an action that its row may not take: then the row just draws.

@@ -13,7 +13,7 @@ from tests.support.samplers import ARMS, CAPACITY, LITERAL, RULES, Job, params_o
 CONFIG, PARAMS = MODEL = tiny_model()
 
 
-NATURAL = ("argmax", "inject", "branch", "backspace", "adaptive", "resample")  # by regime
+NATURAL = ("argmax", "inject", "branch", "backspace", "adaptive", "resample", "argmax")  # by SERVED
 
 
 def random_job(rng: np.random.Generator, row_id: str) -> Job:
