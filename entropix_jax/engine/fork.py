@@ -139,7 +139,7 @@ def grow(
         | jnp.take_along_axis(own.until.of_token, last[:, None], axis=1)[:, 0]
     )
     logprob = jnp.take_along_axis(step.scored, choice.token[:, None], axis=1)[:, 0]
-    terms = jnp.stack([fork.logprob, seen.metrics.entropy, seen.metrics.varentropy], axis=-1)
+    terms = jnp.stack([fork.logprob, step.metrics.entropy, step.metrics.varentropy], axis=-1)
     fork = replace(
         fork,
         logprob=jnp.where(grows, logprob, fork.logprob),

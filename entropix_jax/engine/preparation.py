@@ -3,14 +3,16 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
 from entropix_jax.engine.state import Recording
 from entropix_jax.errors import UserError
+from entropix_jax.host.resources import resource_folder
 from entropix_jax.model.config import ModelConfig
-from entropix_jax.model.loading import LanguageModel
+from entropix_jax.model.loading import CALIBRATION_FILE, LanguageModel
 from entropix_jax.sampler.calibration import (
     Calibration,
     generic_calibration,
@@ -130,8 +132,8 @@ def calibrate_sampler(sampler: Sampler, model: LanguageModel) -> CalibratedSampl
         UserError: the model's calibration file is damaged, of another format or of another model,
             thresholds cross after resolution, or see `sampler_settings`.
     """
-    path, renew = model.calibration_file, f"entropix-jax calibrate --model {model.folder}"
-    if path.exists():
+    path, renew = _find_tables(model), f"entropix-jax calibrate --model {model.folder}"
+    if path is not None:
         calibration, where = read_calibration(path, renew), str(path)
         calibration.check_model(model_shape(model), where, renew)
     else:
@@ -142,6 +144,13 @@ def calibrate_sampler(sampler: Sampler, model: LanguageModel) -> CalibratedSampl
         notes = (*notes, f"the model has no calibration: the generic table is used; {own}")
     resolved = replace(sampler.resolve(calibration, where), notes=notes)
     return CalibratedSampler(resolved, sampler_settings(model, resolved), calibration)
+
+
+def _find_tables(model: LanguageModel) -> Path | None:
+    """Returns the model's calibration file, else the package's for a GGUF file of that name."""
+    shipped = resource_folder("weights") / model.folder.stem.lower() / CALIBRATION_FILE
+    found = [path for path in (model.calibration_file, shipped) if path.exists()]
+    return found[0] if found else None
 
 
 def model_shape(model: LanguageModel) -> dict[str, int]:

@@ -17,7 +17,7 @@ from entropix_jax.host.files import read_text
 from entropix_jax.lab.tasks.task import Item
 from entropix_jax.lab.tasks.writing import to_item
 from entropix_jax.model.loading import LanguageModel
-from entropix_jax.sampler.calibration import TABLES, generic_calibration
+from entropix_jax.sampler.calibration import AT_ENTROPY, TABLES, generic_calibration
 from entropix_jax.sampler.presets import load_sampler
 
 SAMPLER = "min-p"  # its answers' quantiles are nearer to those of `entropix` than greedy's
@@ -53,13 +53,16 @@ def read_prompts(path: Path) -> list[Item]:
 
 
 def measure_answers(
-    model: LanguageModel, prompts: Sequence[Item], seed: int, on_answer: Callable[[], None]
+    model: LanguageModel,
+    prompts: Sequence[Item],
+    seeds: Sequence[int],
+    on_answer: Callable[[], None],
 ) -> dict[str, np.ndarray]:
-    """Answers prompts in one batch and measures the distribution of each token. Calls `on_answer`
-    after each answer.
+    """Answers each prompt once per seed, in one batch, and measures the distribution of each token.
+    Calls `on_answer` after each answer.
 
     Returns:
-        float32 [n] for each quantity of `calibration.TABLES`, answer by answer in order.
+        float32 [n] for each of `calibration.TABLES` and `AT_ENTROPY`, answer by answer in order.
 
     Raises:
         UserError: a prompt does not fit the model, or an answer failed, for example by NaN logits.
@@ -68,7 +71,8 @@ def measure_answers(
     generic = generic_calibration()
     sampler = load_sampler(SAMPLER).resolve(generic)
     drawn = CalibratedSampler(sampler, sampler_settings(model, sampler), generic)
-    answers = Generation(model, [_request(model, prompt, drawn, seed) for prompt in prompts])
+    requests = [_request(model, prompt, drawn, seed) for seed in seeds for prompt in prompts]
+    answers = Generation(model, requests)
     for event in answers:
         row = event.row
         if row.error is not None:
@@ -76,7 +80,8 @@ def measure_answers(
         if row.finish_reason is not None:
             on_answer()
     tokens = [token for row in answers.rows for token in row.tokens]
-    return {name: np.array([getattr(t, name) for t in tokens], np.float32) for name in TABLES}
+    names = dict.fromkeys((*TABLES, *AT_ENTROPY))
+    return {name: np.array([getattr(t, name) for t in tokens], np.float32) for name in names}
 
 
 def _request(model: LanguageModel, prompt: Item, sampler: CalibratedSampler, seed: int) -> Request:

@@ -36,6 +36,8 @@ class Arguments:
     """Calibration file to write, .json (default: the file that samplers read for this model)."""
     seed: Count = 0
     """Seed of the answers."""
+    samples: Count = 1
+    """Number of answers to each prompt."""
     dtype: Dtype = None
     """Dtype of the weights in memory (default: the checkpoint's)."""
 
@@ -44,6 +46,7 @@ def run(arguments: Arguments) -> int:
     """Runs the command and returns its exit status."""
     # Check what can be checked before the model is loaded.
     check_range("--seed", arguments.seed, 0)
+    check_range("--samples", arguments.samples, 1)
     if arguments.output is not None:
         _check_output(Path(arguments.output), arguments)
     from entropix_jax.lab.answers import (
@@ -74,11 +77,13 @@ def run(arguments: Arguments) -> int:
     prompts = prompts or packaged_prompts(model)
 
     # Measure.
+    seeds = range(arguments.seed, arguments.seed + arguments.samples)
+    number = len(prompts) * len(seeds)
     print(f"answering {len(prompts)} prompts", file=sys.stderr)
-    status, done = StatusLine(), iter(range(1, len(prompts) + 1))
+    status, done = StatusLine(), iter(range(1, number + 1))
     try:
         values = measure_answers(
-            model, prompts, arguments.seed, lambda: status.show(f"{next(done)} answered")
+            model, prompts, seeds, lambda: status.show(f"{next(done)} of {number} answered")
         )
     finally:
         status.clear()
@@ -87,7 +92,7 @@ def run(arguments: Arguments) -> int:
 
     # Write the tables.
     where = "entropix_jax" if file is None else file.name
-    source = f"answers to {len(prompts)} prompts of {where}, by {SAMPLER}"
+    source = f"{number} answers to {len(prompts)} prompts of {where}, by {SAMPLER}"
     source += f", at most {MAX_NEW_TOKENS} tokens each"
     calibration = Calibration.from_values(values, source, model_shape(model))
     with replacing(output) as scratch:

@@ -1,9 +1,12 @@
 """Quantile tables of a model's metrics over its own answers, and percentiles resolved with them.
 
 A `calibration.json` holds one table for each quantity of `TABLES`: its percentiles 0, 1, ..., 100.
+It may also hold quantiles of the varentropy and of the largest probability among tokens of equal
+entropy.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +24,12 @@ from entropix_jax.names import LARGEST
 FORMAT = 2  # of a calibration file
 TABLES = ("entropy", "varentropy", "attn_entropy_norm", "agreement")  # quantities with a table
 PERCENTS = np.arange(101.0)  # of the entries of a table
+KNOTS = 51  # entropies for which there are tables of other quantities
+LEVELS = np.linspace(0.0, 1.0, 21)  # of the quantiles in these tables
+AT_ENTROPY = {
+    "entropy": (KNOTS,),
+    **dict.fromkeys(("varentropy", "max_prob"), (KNOTS, len(LEVELS))),
+}
 THRESHOLD_TABLES = {"h1": "entropy", "h2": "entropy", "u1": "varentropy", "u2": "varentropy"}
 
 _PERCENTILE = re.compile(r"([+-]?\d+(?:\.\d*)?|[+-]?\.\d+)\s*%")
@@ -41,12 +50,16 @@ class Calibration:
         source: a description of the measured text.
         tokens: the number of measured tokens.
         model: the shape of the measured model, see `check_model`; empty for the generic table.
+        at_entropy: `entropy`, float64 [KNOTS] in bits, ascending, and at each of these entropies
+            the quantiles `LEVELS` of `varentropy` (bits^2) and of `max_prob`, float64 [KNOTS,
+            len(LEVELS)]. None unless measured.
     """
 
     quantiles: Mapping[str, np.ndarray]
     source: str
     tokens: int
     model: Mapping[str, int]
+    at_entropy: Mapping[str, np.ndarray] | None = None
 
     @property
     def generic(self) -> bool:
@@ -57,11 +70,12 @@ class Calibration:
     def from_values(
         cls, values: Mapping[str, np.ndarray], source: str, model: Mapping[str, int]
     ) -> "Calibration":
-        """Computes the tables of measured values, one array [n] for each of `TABLES`."""
+        """Computes the tables of measured values, one array [n] for each of `TABLES` and
+        `AT_ENTROPY`."""
         tables = {
             name: np.percentile(np.asarray(values[name], np.float64), PERCENTS) for name in TABLES
         }
-        return cls(tables, source, len(values["entropy"]), model)
+        return cls(tables, source, len(values["entropy"]), model, _at_entropy(values))
 
     def value(self, quantity: str, percent: float) -> float:
         """Returns a percentile (0 to 100) of a quantity, interpolated between whole percents, with
@@ -74,19 +88,23 @@ class Calibration:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the content of a calibration file, with five significant digits."""
-        tables = {name: [float(f"{x:.5g}") for x in self.quantiles[name]] for name in TABLES}
+        tables = {name: _rounded(self.quantiles[name]) for name in TABLES}
+        given = {name: _rounded(table) for name, table in (self.at_entropy or {}).items()}
         return {
             "format": FORMAT,
             "model": dict(self.model),
             "source": self.source,
             "tokens": self.tokens,
             "quantiles": tables,
+            **({"at_entropy": given} if given else {}),
         }
 
     def to_text(self) -> str:
         """Returns the text of a calibration file: JSON with one line for each table."""
         text = json.dumps(self.to_json(), indent=2, ensure_ascii=False)
-        return re.sub(r",\s+(?=\d)", ", ", text) + "\n"
+        text = re.sub(r",\s+(?=\d)", ", ", text)
+        text = re.sub(r"\[\s+([^][]+?)\s+\]", r"[\1]", text)
+        return re.sub(r"\],\s+\[", "], [", text) + "\n"
 
     def check_model(self, model: Mapping[str, int], where: str, renew: str) -> None:
         """Raises UserError if the tables were measured on a model of another shape."""
@@ -119,7 +137,19 @@ def read_calibration(path: Path, renew: str = "entropix-jax calibrate") -> Calib
     if not isinstance(model, dict) or not isinstance(tokens, int):
         raise UserError(f"{path}: 'model' and 'tokens' are missing: run {renew}")
     arrays = {name: np.asarray(tables[name], np.float64) for name in TABLES}
-    return Calibration(arrays, str(raw.get("source", "")), tokens, model)
+    given = raw.get("at_entropy")
+    if given is not None:
+        if not isinstance(given, dict) or not all(
+            _are_quantiles(given.get(name), shape) for name, shape in AT_ENTROPY.items()
+        ):
+            raise UserError(f"{path}: at_entropy: must hold tables in ascending order: run {renew}")
+        given = {name: np.asarray(given[name], np.float64) for name in AT_ENTROPY}
+    return Calibration(arrays, str(raw.get("source", "")), tokens, model, given)
+
+
+def no_tables() -> dict[str, np.ndarray]:
+    """Returns zeros in the shapes of `Calibration.at_entropy`."""
+    return {name: np.zeros(shape) for name, shape in AT_ENTROPY.items()}
 
 
 @cache
@@ -128,8 +158,38 @@ def generic_calibration() -> Calibration:
     return read_calibration(resource_folder("weights") / "generic" / "calibration.json")
 
 
-def _is_table(table: Any) -> bool:
-    if not isinstance(table, list) or len(table) != len(PERCENTS):
+def _at_entropy(values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Computes `Calibration.at_entropy`, each table from the tokens nearest to each knot by rank of
+    the entropy."""
+    sizes = np.asarray(values["entropy"], np.float64)
+    order = np.argsort(sizes, kind="stable")
+    centres = np.linspace(0, len(order) - 1, KNOTS)
+    reach = max(len(order) / (KNOTS - 1) / 2, 1)
+    near = [order[max(math.ceil(at - reach), 0) : math.floor(at + reach) + 1] for at in centres]
+    found = {"entropy": np.interp(centres, np.arange(len(order)), sizes[order])}
+    for name in ("varentropy", "max_prob"):
+        of_tokens = np.asarray(values[name], np.float64)
+        found[name] = np.stack([np.quantile(of_tokens[span], LEVELS) for span in near])
+    return found
+
+
+def _rounded(values: np.ndarray) -> Any:
+    return (
+        [_rounded(row) for row in values]
+        if values.ndim > 1
+        else [float(f"{x:.5g}") for x in values]
+    )
+
+
+def _are_quantiles(tables: Any, shape: tuple[int, ...]) -> bool:
+    if len(shape) == 1:
+        return _is_table(tables, *shape)
+    is_whole = isinstance(tables, list) and len(tables) == shape[0]
+    return is_whole and all(_is_table(table, shape[1]) for table in tables)
+
+
+def _is_table(table: Any, length: int = len(PERCENTS)) -> bool:
+    if not isinstance(table, list) or len(table) != length:
         return False
     numbers = all(type(x) in (int, float) and 0 <= x <= LARGEST for x in table)
     return numbers and table == sorted(table)

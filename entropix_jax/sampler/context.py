@@ -45,7 +45,7 @@ class Context(RowView):
     log_probs: jax.Array  # float32 [V], nats, of those
     observation: Observation
     # Added by the stages of the step; None before that.
-    metrics: Metrics = _LATER  # see `as_configured`
+    metrics: Metrics = _LATER  # after observers, see `as_configured`
     entropies: jax.Array = _LATER  # float32 [2], `Tally.entropies` with this step's
     thresholds: jax.Array = _LATER  # float32 [4], h1, h2 (bits), u1, u2 (bits^2) in this step
     may: dict[str, jax.Array] = _LATER  # bools, whether the row may take mechanisms' actions

@@ -20,7 +20,7 @@ from entropix_jax.sampler.filters import cumulate
 from entropix_jax.sampler.settings import MAX_DRAWS
 
 _FAN = 16  # children of a node
-STREAM_DRAW, STREAM_CANDIDATE, STREAM_ROLLOUT, STREAM_NOISE, STREAM_XTC = range(5)
+STREAM_DRAW, STREAM_CANDIDATE, STREAM_ROLLOUT, STREAM_NOISE, STREAM_XTC, STREAM_OBSERVE = range(6)
 
 
 def row_key(seed: int, row_id: str) -> np.ndarray:

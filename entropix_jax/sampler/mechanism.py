@@ -1,9 +1,10 @@
 """A mechanism: a part of a sampler, with its settings, state and effect on the row.
 
-It has up to three kinds of functions of one row's `Context` (`sampler.context`): an arm, which can
-serve a regime, filters of the logits, and a control, which may act instead of committing the drawn
-token. Arms are branches of a `lax.switch`. Under `vmap` every branch runs for every row, so an arm
-should compute only a few scalars. `docs/adding-an-arm.md` walks through an example.
+It has up to four kinds of functions of one row's `Context` (`sampler.context`): an observer, which
+replaces the measured metrics; an arm, which can serve a regime; filters of the logits; and a
+control, which may act instead of committing the drawn token. Arms are branches of a `lax.switch`.
+Under `vmap` every branch runs for every row, so an arm should compute only a few scalars.
+`docs/adding-an-arm.md` walks through an example.
 
 A mechanism that no row uses is not compiled (`Parts.used`). Filters run only in steps in which a
 row uses them.
@@ -19,6 +20,7 @@ import jax
 from entropix_jax.errors import UserError
 from entropix_jax.sampler.context import Arm, Context, Filter
 from entropix_jax.sampler.control import Control, Verdict
+from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.sampler.state import DrawnToken, Proposal
 
@@ -45,6 +47,9 @@ class Mechanism:
     may: Callable[[Context], jax.Array] | None = None
     # A confidence score to record with each token: float32.
     confidence: Callable[[Context], jax.Array] | None = None
+    # The metrics that regimes, arms and branch scores see, from those in `Context.metrics`. A trace
+    # records the measured ones.
+    observe: Callable[[Context], Metrics] | None = None
     # The control, given the row's drawn token. That of an arm runs only in rows with its action;
     # if it returns COMMIT, the action becomes `sample`.
     control: Control | None = None
@@ -80,7 +85,7 @@ class Mechanism:
 
 
 _HERE = __name__.partition(".")[0]
-_RETURNS: dict[str, type] = {"propose": Proposal, "control": Verdict}
+_RETURNS: dict[str, type] = {"propose": Proposal, "observe": Metrics, "control": Verdict}
 _RETURNS |= dict.fromkeys(("logits", "rule", "reweigh"), jax.Array)
 
 

@@ -179,7 +179,9 @@ class Sampler:
             raise ValueError(f"the percentiles of {self!r} are not resolved")
 
         def array(key: str, meta: Mapping[str, Any]) -> Any:
-            """The array of a field that is a `number`, a `flag`, `texts` or `of_tokens`."""
+            """The array of a field, by its kind: `number`, `flag`, `texts` and so on."""
+            if "of_tables" in meta:
+                return meta["of_tables"](values[key], self.calibration, f"{where}: {key}")
             if "make" in meta:
                 return meta["make"](values[key], token_texts, vocab_size)
             if "low" in meta:
@@ -225,7 +227,7 @@ class Sampler:
         for m in self.mechanisms:
             learns = None if m.rule else m.learn
             acts = None if m.propose else m.control or m.holds
-            does = (m.logits, m.reweigh, acts, m.active, learns)
+            does = (m.observe, m.logits, m.reweigh, acts, m.active, learns)
             if any(does) and (m.active is None or m.active(settings)):
                 used.add(m.name)
         if not used <= {mechanism.name for mechanism in MECHANISMS}:

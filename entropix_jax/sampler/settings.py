@@ -52,6 +52,14 @@ def of_tokens(
     return field(metadata={"rule": (fits, told), "make": make, "default": default})
 
 
+def of_tables(choices: Sequence[str], make: Callable[[str, Any, str], Any], default: str) -> Any:
+    """A setting that is one of some names and becomes arrays from the model's quantile tables:
+    `make(value, calibration, where)`, which may raise UserError. The calibration may be None, and
+    `where` names the setting."""
+    rule = choices.__contains__, f"one of {', '.join(choices)}"
+    return field(metadata={"rule": rule, "of_tables": make, "default": default})
+
+
 def texts(most: int, longest: int, default: str | list[str] | None = None) -> Any:
     """A setting that is a text, or a list of up to `most` texts, of `longest` tokens each: traced
     as int32 [most, longest], padded with -1, without the empty ones."""
@@ -110,14 +118,6 @@ class LoopSettings:
 
 
 @struct.dataclass
-class ConfidenceSettings:
-    """Number of tokens that token confidence averages over (`metrics.measure_confidence`), and the
-    group size and threshold of the mechanism `confidence`."""
-
-    likeliest: jax.Array = number(2, MAX_LIKELIEST, integer=True)  # k, tokens of a distribution
-    window: jax.Array = number(1, 2**31 - 1, integer=True)  # tokens of a group
-    threshold: jax.Array = number(0.0, 1e6)  # nats; 0: no row ends
-@struct.dataclass
 class StartSettings:
     """The start of an answer: `arms.start` serves its first `tokens`, whatever the regime. A token
     that decides the rest of the answer is likely to be there."""
@@ -125,6 +125,14 @@ class StartSettings:
     tokens: jax.Array = number(*COUNT, integer=True, default=0)
 
 
+@struct.dataclass
+class ConfidenceSettings:
+    """Number of tokens that token confidence averages over (`metrics.measure_confidence`), and the
+    group size and threshold of the mechanism `confidence`."""
+
+    likeliest: jax.Array = number(2, MAX_LIKELIEST, integer=True)  # k, tokens of a distribution
+    window: jax.Array = number(1, 2**31 - 1, integer=True)  # tokens of a group
+    threshold: jax.Array = number(0.0, 1e6)  # nats; 0: no row ends
 
 
 @struct.dataclass
@@ -159,6 +167,7 @@ class SamplerSettings:
     thresholds: ThresholdSettings
     base: BaseSettings
     loop: LoopSettings
+    start: StartSettings
     confidence: ConfidenceSettings
     own: dict[str, Any]  # the settings of each mechanism that has any, by its name
 
@@ -167,7 +176,6 @@ class SamplerSettings:
 class Parts:
     """The static parts of a compiled sampler step. Arms, rules and actions are indices into
     `mechanisms`. The step contains the `used` ones, by name."""
-    start: StartSettings
 
     mechanisms: tuple[Any, ...]
     used: frozenset[str] = frozenset()
@@ -193,6 +201,6 @@ SHARED_SECTIONS: dict[str, type] = {
     "thresholds": ThresholdSettings,
     "base": BaseSettings,
     "loop": LoopSettings,
+    "start": StartSettings,
     "confidence": ConfidenceSettings,
 }
-    "start": StartSettings,

@@ -158,6 +158,7 @@ class Step:
     rows: RowView
     log_probs: jax.Array  # float32 [B, V], nats, of the model's own distribution
     scored: jax.Array  # float32 [B, V], nats, the log-probabilities that branches are judged by
+    metrics: Metrics  # as the regimes and arms see them
     tally_before: Tally  # before the token
     rewinds: jax.Array  # bool: the row goes back to `rows.length`, and commits nothing
     forks: jax.Array  # bool: the row continues as several branches, and then as the best

@@ -2,11 +2,12 @@
 
 measure -> classify -> propose -> filter -> draw -> control -> update state
 
-`metrics.py` measures the distribution, `regimes.py` classifies the row, an arm of `mechanisms/`
-proposes how its token is drawn, `filters.py` removes tokens, `draw.py` draws, and the controls of
-`control.py` may act instead of committing the token. A row that forks commits its best branch some
-steps later (`engine.fork.join_forks`). Everything after the measures is written for one row and
-mapped over the rows of the batch once. Each stage adds to the row's `Context`.
+`metrics.py` measures the distribution, and observers may replace what is seen of it. `regimes.py`
+classifies the row, and an arm of `mechanisms/` proposes how its token is drawn. `filters.py`
+removes tokens, `draw.py` draws, and the controls of `control.py` may act instead of committing the
+token. A row that forks commits its best branch some steps later (`engine.fork.join_forks`).
+Everything after the measures is written for one row and mapped over the rows of the batch once.
+Each stage adds to the row's `Context`.
 """
 
 from dataclasses import replace
@@ -119,6 +120,7 @@ def _choose(ctx: Context) -> tuple[Choice, Step, SamplerState]:
         rows=RowView(**{name: getattr(ctx, name) for name in RowView.__dataclass_fields__}),
         log_probs=ctx.log_probs,
         scored=_score(ctx),
+        metrics=ctx.metrics,
         tally_before=ctx.tally,
         rewinds=rewinds,
         forks=forks,
@@ -135,17 +137,20 @@ def _classify(ctx: Context) -> Context:
     """Adds the row's regime, other measures of its text, and its permitted actions."""
     settings, tally, seen = ctx.settings, ctx.tally, ctx.observation
     thresholds = thresholds_of(settings, tally.drift)
+    ctx = replace(ctx, metrics=seen.metrics)
+    for _, mechanism in ctx.parts.having("observe"):
+        ctx = replace(ctx, metrics=mechanism.observe(ctx))
     entropies, varentropy = spread(tally.entropies, seen.metrics.entropy, ctx.generated + 1)
     seen = replace(
         seen,
         sequence_varentropy=varentropy,
-        regime=classify(seen.metrics, settings, varentropy, thresholds),
+        regime=classify(ctx.metrics, settings, varentropy, thresholds),
         rounds=count_rounds(ctx.history, ctx.length, ctx.generated, settings.loop),
     )
     ctx = replace(
         ctx,
         observation=seen,
-        metrics=as_configured(seen.metrics, settings),
+        metrics=as_configured(ctx.metrics, settings),
         thresholds=thresholds,
         entropies=entropies,
         confidences=with_token(ctx.confidences, ctx.length, seen.token_confidence, ctx.running),

@@ -60,10 +60,10 @@ def read_tables(path: Path) -> dict[str, np.ndarray]:
 def test_the_tables_are_quantiles_of_the_answers(
     tiny: LanguageModel, prompts: Path, output: Path
 ) -> None:
-    result = succeed("--prompts", prompts, "--output", output, "--seed", 3)
+    result = succeed("--prompts", prompts, "--output", output, "--seed", 3, "--samples", 2)
     calibration = read_calibration(output)
     calibration.check_model(model_shape(tiny), "", "")
-    assert calibration.source.startswith("answers to 4 prompts of prompts.txt, by min-p, at most")
+    assert calibration.source.startswith("8 answers to 4 prompts of prompts.txt, by min-p, at")
 
     sampler = calibrated(tiny, load_sampler("min-p"))
     requests = [
@@ -72,9 +72,10 @@ def test_the_tables_are_quantiles_of_the_answers(
             sampler,
             max_new_tokens=128,
             row_id=str(i + 2),  # the line of the file
-            seed=3,
+            seed=seed,
             eos_ids=tiny.eos_ids,
         )
+        for seed in (3, 4)
         for i, prompt in enumerate(PROMPTS)
     ]
     tokens = [token for row in Generation(tiny, requests).run() for token in row.tokens]

@@ -440,7 +440,8 @@ RENEW = "entropix-jax calibrate --model some/model"
 
 def measured(count: int = 1234) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
-    return {name: rng.gamma(0.7, 2.0, count).astype(np.float32) for name in TABLES}
+    names = (*TABLES, "max_prob")
+    return {name: rng.gamma(0.7, 2.0, count).astype(np.float32) for name in names}
 
 
 def calibration() -> Calibration:
@@ -490,6 +491,8 @@ TABLE = content()["quantiles"]["entropy"]
         ({"entropy": [*TABLE[:-1], math.nan]}, "quantiles.entropy must be 101 numbers"),
         ({"entropy": [-1.0, *TABLE[1:]]}, "quantiles.entropy must be 101 numbers"),
         ({"entropy": ["0", *TABLE[1:]]}, "quantiles.entropy must be 101 numbers"),
+        ({"at_entropy": {}}, "at_entropy: must hold tables in ascending order"),
+        ({"at_entropy": {"entropy": TABLE}}, "at_entropy: must hold tables in ascending order"),
         ({"model": None}, "'model' and 'tokens' are missing"),
         ({"tokens": "many"}, "'model' and 'tokens' are missing"),
     ],

@@ -97,6 +97,7 @@ OTHER: dict[str, list[Any]] = {
     "draw.bans": [[*range(16)]],
     "draw.bias": [[[5, 2]], [[i, -0.5] for i in range(64)]],
     "dry.breakers": ["", ["x" * 8] * 16],
+    "surrogate.varentropy": ["permuted", "max_prob", "median"],
     "phrases.banned": ["abc", ["x" * 16] * 8],
 }
 

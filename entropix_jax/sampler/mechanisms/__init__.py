@@ -23,12 +23,17 @@ from entropix_jax.sampler.mechanisms.repetition import DRY, NO_REPEAT_NGRAM, REP
 from entropix_jax.sampler.mechanisms.reweigh import ADAPTIVE_P, XTC
 from entropix_jax.sampler.mechanisms.rules import RULES
 from entropix_jax.sampler.mechanisms.stopping import BUDGET_FORCING, CONFIDENCE, THINK_END
+from entropix_jax.sampler.mechanisms.surrogate import SURROGATE
+from entropix_jax.sampler.mechanisms.view import VIEW
 
 _ARMS = ARGMAX, INJECT, EXPLORE, BRANCH, RESAMPLE, BACKSPACE, ADAPTIVE, SAMPLE
 _DRAWS = EDT, DYNATEMP, FORKING  # arms whose action is `sample`
+_OBSERVERS = VIEW, SURROGATE
 _FILTERS = *RULES, REPETITION, NO_REPEAT_NGRAM, DRY, XTC, ADAPTIVE_P
 
-MECHANISMS = *_ARMS, *_DRAWS, THINK_END, BUDGET_FORCING, *_FILTERS, PHRASES, CONFIDENCE
+_OTHERS = *_OBSERVERS, THINK_END, BUDGET_FORCING, *_FILTERS, PHRASES, CONFIDENCE
+
+MECHANISMS = *_ARMS, *_DRAWS, *_OTHERS
 
 # The actions in a trace.
 ACTIONS = tuple(m.name for m in (*_ARMS, THINK_END, BUDGET_FORCING, PHRASES))

@@ -1,0 +1,91 @@
+"""`surrogate`: a varentropy without its information, the control of studies of the quadrants.
+
+Regimes, arms and branch scores see u' in place of the varentropy u. With Q(r | h) the r-quantile of
+the varentropies that the model has at the entropy h, from its calibration:
+
+    permuted    u' = Q(r | h), r uniform in [0, 1): u permuted among tokens of equal entropy
+    max_prob    u' = Q(r | h), r the rank of p1 among the model's own at h: p1 in place of u
+    median      u' = Q(1/2 | h): a function of h alone
+
+The first two keep the joint distribution of h and u, and so the shares of the regimes, as far as
+the tables are those of the text. A trace records the measured u.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from entropix_jax.errors import UserError
+from entropix_jax.sampler.calibration import AT_ENTROPY, LEVELS, Calibration, no_tables
+from entropix_jax.sampler.context import Context
+from entropix_jax.sampler.draw import STREAM_OBSERVE, uniforms
+from entropix_jax.sampler.mechanism import Mechanism
+from entropix_jax.sampler.metrics import Metrics
+from entropix_jax.sampler.settings import MAX_WIDTH, SamplerSettings, of_tables
+
+KINDS = ("measured", "permuted", "max_prob", "median")
+_MEASURED, _PERMUTED, _MAX_PROB, _MEDIAN = range(len(KINDS))
+
+
+@struct.dataclass
+class Surrogate:
+    """The kind of u', and the quantiles at each knot of the entropy."""
+
+    kind: jax.Array  # int32, index into KINDS
+    entropies: jax.Array  # float32 [K], bits, ascending
+    varentropies: jax.Array  # float32 [K, len(LEVELS)], bits^2
+    max_probs: jax.Array  # float32 [K, len(LEVELS)]
+
+
+def _from_tables(value: str, calibration: Calibration | None, where: str) -> Surrogate:
+    kind: jax.Array = np.int32(KINDS.index(value))  # type: ignore[assignment]
+    given = None if calibration is None else calibration.at_entropy
+    if given is None:
+        if kind != _MEASURED:
+            missing = "the model's calibration lacks its varentropies at each entropy"
+            raise UserError(f"{where} = '{value}': {missing}: run entropix-jax calibrate")
+        given = no_tables()
+    entropies, varentropies, max_probs = (given[name].astype(np.float32) for name in AT_ENTROPY)
+    return Surrogate(kind, entropies, varentropies, max_probs)  # type: ignore[arg-type]
+
+
+@struct.dataclass
+class SurrogateSettings:
+    """What is seen in place of the varentropy."""
+
+    varentropy: Surrogate = of_tables(KINDS, _from_tables, "measured")
+
+
+def observe(ctx: Context) -> Metrics:
+    """Returns the metrics with u' as varentropy."""
+    own: Surrogate = ctx.settings.own["surrogate"].varentropy
+    levels = jnp.asarray(LEVELS, jnp.float32)
+    knots = jnp.arange(own.entropies.shape[0], dtype=jnp.float32)
+    knot = jnp.interp(ctx.metrics.entropy, own.entropies, knots)
+
+    def at_knot(table: jax.Array) -> jax.Array:
+        """The quantiles at the row's entropy: float32 [len(LEVELS)]."""
+        below = jnp.minimum(knot.astype(jnp.int32), table.shape[0] - 2)
+        share = knot - below.astype(jnp.float32)
+        return (1.0 - share) * table[below] + share * table[below + 1]
+
+    stream = jnp.int32(STREAM_OBSERVE)
+    # Branches share their row's key, so each uses the number at its own index.
+    numbers = uniforms(ctx.key, ctx.length, ctx.attempt, stream, 1 + MAX_WIDTH)
+    rank = jnp.interp(ctx.observation.max_prob, at_knot(own.max_probs), levels)
+    rank = jnp.where(own.kind == _PERMUTED, numbers[ctx.branch + 1], rank)
+    rank = jnp.where(own.kind == _MEDIAN, 0.5, rank)
+    other = jnp.interp(rank, levels, at_knot(own.varentropies))
+    measured = own.kind == _MEASURED
+    return replace(ctx.metrics, varentropy=jnp.where(measured, ctx.metrics.varentropy, other))
+
+
+def is_active(settings: SamplerSettings) -> bool:
+    """Whether anything but the measured varentropy is seen."""
+    return bool(settings.own["surrogate"].varentropy.kind != _MEASURED)
+
+
+SURROGATE = Mechanism("surrogate", observe=observe, settings=SurrogateSettings, active=is_active)
