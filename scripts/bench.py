@@ -38,6 +38,7 @@ from timing import WHERE, Figures, Timed, describe_machine, seconds_of
 
 from entropix_jax.cli.options import EXIT_OK, run_command
 from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.methods import METHODS
 from entropix_jax.engine.prefill import prefill
 from entropix_jax.engine.preparation import (
     MAX_PREFILL,
@@ -51,7 +52,7 @@ from entropix_jax.engine.preparation import (
 from entropix_jax.engine.programs import decode_for_backend
 from entropix_jax.engine.prompts import TOGETHER, may_join
 from entropix_jax.engine.results import Request, Row
-from entropix_jax.engine.search import METHODS, Method, Search, recording_for, run_searches
+from entropix_jax.engine.search import Method, recording_for, run_searches
 from entropix_jax.engine.slots import Layout, empty_slots
 from entropix_jax.engine.state import RUNNING, DecodeState, Program
 from entropix_jax.errors import UserError
@@ -345,7 +346,7 @@ def measure_search(args: argparse.Namespace, figures: Figures, scratch: Path) ->
     capacity = bucket(max(len(request.prompt) for request in requests) + 32, MIN_CAPACITY)
 
     def run(method: Method) -> float:
-        searches = [Search(request, method, 8) for request in requests]
+        searches = [method.search(request, 8) for request in requests]
         engine = Engine(model, slots=32, capacity=capacity, recording=recording_for(method, 8))
         started = time.perf_counter()
         ended = [one.outcome(lambda text: text) for one in run_searches(engine, searches)]

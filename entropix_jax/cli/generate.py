@@ -120,7 +120,7 @@ def run(arguments: Arguments) -> int:
         print(f"note: {note}", file=sys.stderr)
     if arguments.method is not None:
         from entropix_jax.cli.search import run_search
-        from entropix_jax.engine.search import find_method
+        from entropix_jax.engine.methods import find_method
 
         request = generation.rows[0].request
         method = find_method(arguments.method).with_vote(arguments.vote)
@@ -173,7 +173,8 @@ def _check(arguments: Arguments) -> None:
     if arguments.method is None and arguments.vote:
         raise UserError("--vote needs --method")
     if arguments.method is not None:
-        from entropix_jax.engine.search import MOST_FORKS, find_method
+        from entropix_jax.engine.methods import find_method
+        from entropix_jax.engine.search import MOST_FORKS
 
         find_method(arguments.method)
         check_range("--forks", arguments.forks, 1, MOST_FORKS)

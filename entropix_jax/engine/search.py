@@ -1,19 +1,16 @@
 """Search over whole texts: generates several continuations of a prompt and chooses one.
 
-A method defines where a continuation forks, the number of branches, and the choice of the answer.
-Forks are decided position by position, in the order of the rows, as if all continuations advanced
-in step. So neither the batch nor the device's timing changes a search, although rows run ahead of
-each other.
-
-DTS: arXiv 2511.00640. EAGer: arXiv 2510.11170. Self-consistency: Wang et al. 2022.
+A method defines where a continuation forks, the number of branches, and the choice of the answer
+(`engine.methods` has the methods). Forks are decided position by position, in the order of the
+rows, as if all continuations advanced in step. So neither the batch nor the device's timing changes
+a search, although rows run ahead of each other.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from random import Random
-from types import MappingProxyType
 from typing import Any
 
 from entropix_jax.engine.engine import Engine
@@ -22,14 +19,12 @@ from entropix_jax.engine.results import Request, Row
 from entropix_jax.engine.running import check_request
 from entropix_jax.engine.state import Recording
 from entropix_jax.engine.trace import TokenRecord
-from entropix_jax.errors import UserError, nearest
+from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
 
 MOST_FORKS = 32  # continuations of a prompt
 
 _FORCED = ("inject", "think_end", "budget_forcing")  # actions of tokens that no model chose
-_UNCERTAIN = ("helv", "hehv")  # regimes of high entropy
-
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:[.,]\d+)*")
 
 Extract = Callable[[str], str | None]  # the answer in a text
@@ -44,64 +39,41 @@ class Method:
             own random numbers.
         width: number of tokens that a fork continues with: the chosen one and the most likely
             others. 0: as many as the budget allows.
+        replaces: a fork continues with the most likely tokens only, and drops the chosen one if it
+            is not among them.
         choice: "vote" (the most frequent answer), "likeliest" (the highest mean log-probability),
-            "surest" (the highest of the lowest group confidences), or "first" (the continuation
-            that ends first; the others are then cancelled).
-        is_random: forks as often as `forks_at` would, but at random tokens.
+            "surest" (the highest of the lowest group confidences), "weighted" (the answer with the
+            largest sum of lowest group confidences), or "first" (the continuation that ends first;
+            the others are then cancelled).
+        make: the class of its searches. None: `Search`.
     """
 
     name: str
     forks_at: Callable[[Request, TokenRecord], bool] | None = None
     width: int = 1
     choice: str = "vote"
-    is_random: bool = False
+    replaces: bool = False
+    make: "type[Search] | None" = None
 
     def with_vote(self, vote: bool) -> "Method":
         """Returns the method with a vote as its choice. Without `vote`, a method that votes takes
         the first continuation that ends."""
-        choice = "first" if self.choice == "vote" else self.choice
-        return replace(self, choice="vote" if vote else choice)
+        if not self.votes:
+            return replace(self, choice="vote") if vote else self
+        return self if vote else replace(self, choice="first")
+
+    @property
+    def votes(self) -> bool:
+        """Whether the choice counts answers."""
+        return self.choice in VOTES
+
+    def search(self, request: Request, forks: int) -> "Search":
+        """Returns the search of one prompt with at most `forks` continuations."""
+        return (self.make or Search)(request, self, forks)
 
 
-def _is_forked(request: Request, token: TokenRecord) -> bool:
-    return token.regime == "lehv"
-
-
-def _is_uncertain(request: Request, token: TokenRecord) -> bool:
-    return token.regime in _UNCERTAIN
-
-
-def _is_first(request: Request, token: TokenRecord) -> bool:
-    return token.position == len(request.prompt)
-
-
+VOTES = ("vote", "weighted")  # choices that count answers
 SINGLE = Method("single", choice="first")
-METHODS: Mapping[str, Method] = MappingProxyType(
-    {
-        method.name: method
-        for method in (
-            Method("self-consistency"),
-            Method("best-of-n", choice="likeliest"),
-            Method("surest-of-n", choice="surest"),
-            Method("dts", _is_forked, 3),
-            Method("dts-greedy", _is_forked, 3, "first"),
-            Method("eager", _is_uncertain, 2),
-            Method("random-forks", _is_forked, 3, is_random=True),
-            Method("start-forks", _is_first, 0),
-        )
-    }
-)
-
-
-def find_method(name: str) -> Method:
-    """Returns a method by its name.
-
-    Raises:
-        UserError: unknown name.
-    """
-    if name not in METHODS:
-        raise UserError(f"no method '{name}'{nearest(name, [*METHODS])}")
-    return METHODS[name]
 
 
 def last_answer(text: str) -> str | None:
@@ -116,19 +88,21 @@ def last_answer(text: str) -> str | None:
 def recording_for(method: Method, forks: int, *, check: bool = False) -> Recording:
     """Returns the recording that an engine needs for a method with at most `forks` continuations;
     for `check` see `Recording`."""
-    if method.forks_at is None or forks == 1:
+    if (method.forks_at is None and method.make is None) or forks == 1:
         return Recording(check=check)
-    return Recording(top=method.width or forks, state=True, check=check)
+    return Recording(top=method.width or 2 * forks, state=True, check=check)
 
 
 @dataclass(frozen=True)
 class Fork:
-    """`row` diverged from `parent` at a position, with another token. Rows are indices."""
+    """`row` diverged from `parent` at a position, with another token of the given log-probability
+    (nats). Rows are indices."""
 
     row: int
     parent: int
     position: int
     token_id: int
+    logprob: float
 
 
 @dataclass(frozen=True)
@@ -190,9 +164,6 @@ class Search:
     made: list[Fork] = field(default_factory=list)
     _at: int = 0  # index of the generated token that is decided next
     _first: int | None = None  # the continuation that ended first
-    # How many continuations fork at each generated token, where they fork at random.
-    _picks: Counter[int] | None = None
-    _random: Random = field(default_factory=Random)
 
     def begin(self) -> list[Row]:
         """Returns the rows for the engine to run."""
@@ -209,17 +180,12 @@ class Search:
             if self._ends_early and (first := next(ended, None)) is not None:
                 self._first = first
                 for row in self.rows:
-                    _end(engine, row, self._at + 1)
+                    end_row(engine, row, self._at + 1)
             else:
                 for index in self._due():
                     self._fork(engine, index, self.rows[index])
             self._at += 1
-        if any(row.finish_reason is None for row in self.rows):
-            return False
-        if self.method.is_random and self._picks is None and self.made:
-            self._begin_again(engine)
-            return False
-        return True
+        return all(row.finish_reason is not None for row in self.rows)
 
     def outcome(self, extract: Extract | None = None) -> Outcome:
         """Returns the result of a search that has ended. `extract` finds the answer in a text.
@@ -227,7 +193,7 @@ class Search:
         Raises:
             UserError: a vote without answers to count.
         """
-        if self.method.choice == "vote" and extract is None and len(self.rows) > 1:
+        if self.method.votes and extract is None and len(self.rows) > 1:
             raise UserError(f"method '{self.method.name}' votes, but these texts have no answers")
         answers = [None if extract is None or row.error else extract(row.text) for row in self.rows]
         counts = Counter(answer for answer in answers if answer is not None)
@@ -243,8 +209,8 @@ class Search:
 
     @property
     def _ends_early(self) -> bool:
-        """Whether the first continuation that ends is the answer. False while forks are counted."""
-        return self.method.choice == "first" and not (self.method.is_random and self._picks is None)
+        """Whether the first continuation that ends is the answer."""
+        return self.method.choice == "first"
 
     def _is_known(self) -> bool:
         """Whether every row has a token at the current position or has ended; at least one has
@@ -259,53 +225,61 @@ class Search:
 
     def _due(self) -> list[int]:
         """Returns the continuations that fork at the token that is decided."""
-        here = [index for index, row in enumerate(self.rows) if self._may_fork(row)]
-        if self._picks is not None:
-            number = min(self._picks[self._at], len(here))
-            self._picks[self._at + 1] += self._picks[self._at] - number  # the next token's turn
-            return sorted(self._random.sample(here, number))
         forks_at = self.method.forks_at
-        tokens = ((index, self.rows[index].tokens[self._at]) for index in here)
-        return [i for i, token in tokens if forks_at and forks_at(self.request, token)]
+        if forks_at is None:
+            return []
+        here = (index for index, row in enumerate(self.rows) if self._may_fork(row, self._at))
+        return [i for i in here if forks_at(self.request, self.rows[i].tokens[self._at])]
 
-    def _may_fork(self, row: Row) -> bool:
-        """Whether a continuation has a model-chosen token at the current position and can be forked
-        there. It cannot within a text that was committed at once."""
-        at, tokens = self._at, row.tokens
+    @staticmethod
+    def _may_fork(row: Row, at: int) -> bool:
+        """Whether a continuation has a model-chosen token at an index and can be forked there. It
+        cannot within a text that was committed at once."""
+        tokens = row.tokens
         if len(tokens) <= at or tokens[at].action in _FORCED or tokens[at].top is None:
             return False
         return at == 0 or tokens[at - 1].state is not None
 
     def _fork(self, engine: Engine, index: int, row: Row) -> None:
         """Forks a continuation at the token that is decided, as far as the budget allows."""
-        token = row.tokens[self._at]
-        never = {token.token_id, *self.request.sampler.settings.unwritable.tolist()}
+        token, left = row.tokens[self._at], self.forks - len(self.rows)
+        if left < 1:
+            return
+        never = self.request.sampler.settings.unwritable.tolist()
         width = self.method.width or self.forks
         # The engine may record more than the method needs.
-        others = [token_id for token_id, *_ in (token.top or ())[:width] if token_id not in never]
-        for token_id in others[: width - 1][: self.forks - len(self.rows)]:
-            (fork,) = engine.fork(row, 1, position=token.position)
-            engine.force(fork, [token_id])
-            self.made.append(Fork(len(self.rows), index, token.position, token_id))
-            self.rows.append(fork)
+        probs = {i: p for i, _, p in (token.top or ())[:width] if i not in never and p > 0}
+        most = [*probs]
+        if self.method.replaces:
+            most = most[: 1 + left]
+            if token.token_id not in most:  # the chosen token's place is taken
+                self.rows[index] = self._branch(engine, row, most.pop(0))
+                end_row(engine, row, self._at)
+        others = [token_id for token_id in most if token_id != token.token_id]
+        for token_id in others[: min(width - 1, left)]:
+            logprob = math.log(probs[token_id])
+            self.made.append(Fork(len(self.rows), index, token.position, token_id, logprob))
+            self.rows.append(self._branch(engine, row, token_id))
 
-    def _begin_again(self, engine: Engine) -> None:
-        """Begins the random search once the method's number of forks is known: the same number, at
-        tokens drawn from the length of the first continuation."""
-        crossings = len({(fork.parent, fork.position) for fork in self.made})
-        length = len(self.rows[0].tokens)
-        self._random.seed(f"{self.request.seed}:{self.request.row_id}")
-        self._picks = Counter(self._random.randrange(length) for _ in range(crossings))
-        self.rows = engine.fork(self.rows[0], 1, position=len(self.request.prompt))
-        self.made, self._at, self._first = [], 0, None
+    def _branch(self, engine: Engine, row: Row, token_id: int, at: int | None = None) -> Row:
+        """Returns a new row with a row's tokens before an index, by default the decided one, and
+        then the token."""
+        position = len(self.request.prompt) + (self._at if at is None else at)
+        (fork,) = engine.fork(row, 1, position=position)
+        engine.force(fork, [token_id])
+        return fork
 
     def _choose(self, answers: Sequence[str | None], counts: Counter[str]) -> int:
         choice, numbers = self.method.choice, range(len(self.rows))
         if choice == "first":
             return self._first or 0
-        if choice == "vote":
-            winner = max(counts, key=lambda answer: counts[answer]) if counts else None
-            return answers.index(winner)
+        if self.method.votes:
+            weights: dict[str, float] = dict(counts)
+            if choice == "weighted":
+                for answer in counts:
+                    own = (r for r, a in zip(self.rows, answers, strict=True) if a == answer)
+                    weights[answer] = math.fsum(map(_lowest_confidence, own))
+            return answers.index(max(weights, key=weights.__getitem__, default=None))
         value = _mean_logprob if choice == "likeliest" else _lowest_confidence
         sound = [index for index in numbers if self.rows[index].error is None] or numbers
         return max(sound, key=lambda index: value(self.rows[index]))
@@ -356,11 +330,11 @@ def search(
         recording=recording_for(method, forks, check=check),
     )
     on_engine(engine)
-    ended = next(run_searches(engine, [Search(request, method, forks)]), None)
+    ended = next(run_searches(engine, [method.search(request, forks)]), None)
     return None if ended is None else ended.outcome(extract)
 
 
-def _end(engine: Engine, row: Row, count: int) -> None:
+def end_row(engine: Engine, row: Row, count: int) -> None:
     """Ends a row. It keeps its first `count` tokens: those ahead depend on the device's timing."""
     if row.finish_reason is None:
         engine.end(row)
@@ -368,7 +342,7 @@ def _end(engine: Engine, row: Row, count: int) -> None:
         row.tokens = row.tokens[:count]
         row.text = "".join(token.text for token in row.tokens)
         row.finish_reason, row.error = "cancelled", None
-    if len(row.tokens) == count:
+    if 0 < len(row.tokens) == count:
         live = [index for index, (_, retracted) in enumerate(row.log) if not retracted]
         row.log = row.log[: live[count - 1] + 1]
         row.retracted_tokens = [token for token, retracted in row.log if retracted]

@@ -228,7 +228,7 @@ class TrialRun:
             if store.is_done(trial.record):
                 continue
             request = self._request(trial)
-            search = Search(request, trial.setting.method, trial.setting.forks)
+            search = trial.setting.method.search(request, trial.setting.forks)
             rows = search.begin()
             try:
                 self.engine.check(request)

@@ -20,10 +20,11 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import Receive, Scope, Send
 
+from entropix_jax.engine.methods import METHODS
 from entropix_jax.engine.preparation import CalibratedSampler
 from entropix_jax.engine.results import Row, Rows
 from entropix_jax.engine.score import ScoredToken, score_tokens
-from entropix_jax.engine.search import METHODS, Search
+from entropix_jax.engine.search import Search
 from entropix_jax.engine.state import Recording
 from entropix_jax.engine.trace import header
 from entropix_jax.errors import UserError
@@ -170,7 +171,7 @@ class Api:
         method = choose_method(self._served, common, slots=self._worker.slots, keeps=keeps)
         checked = await self._check(common)
         if method is not None:
-            checked = replace(checked, search=Search(checked.rows[0].request, *method))
+            checked = replace(checked, search=method[0].search(checked.rows[0].request, method[1]))
         answer = Answer(self._served, checked, body.warnings)
         form = ResponseForm(body, answer.id) if isinstance(body, Responses) else None
         return await unless_gone(request, self._respond(answer, form))

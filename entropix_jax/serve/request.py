@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
+from entropix_jax.engine.methods import find_method
 from entropix_jax.engine.preparation import CalibratedSampler, calibrate_sampler, describe_token
 from entropix_jax.engine.results import Request, Row
 from entropix_jax.engine.running import check_request, find_no_token
-from entropix_jax.engine.search import Method, Search, find_method, recording_for
+from entropix_jax.engine.search import Method, Search, recording_for
 from entropix_jax.errors import UserError, nearest
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.keys import scalars

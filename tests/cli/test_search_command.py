@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from entropix_jax.engine.search import METHODS, last_answer
+from entropix_jax.engine.methods import METHODS
+from entropix_jax.engine.search import last_answer
 from tests.support.commands import one_error, run_command
 
 PROMPT = "Mia has 12 apples and buys 7. How many apples does Mia have?"

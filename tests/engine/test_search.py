@@ -5,45 +5,63 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
-from random import Random
 
 import numpy as np
 import pytest
 
 from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.matched import CALIPER
+from entropix_jax.engine.methods import METHODS, find_method
 from entropix_jax.engine.preparation import encode_prompt
 from entropix_jax.engine.results import Request, Row
-from entropix_jax.engine.search import METHODS, Search, find_method, recording_for, run_searches
+from entropix_jax.engine.search import Fork, Outcome, recording_for, run_searches
 from entropix_jax.engine.state import Recording
 from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.errors import UserError
 from entropix_jax.lab.tasks.registry import find_task
 from entropix_jax.model.loading import LanguageModel
-from entropix_jax.sampler.presets import load_sampler
 from tests.support.runs import Spec, requests
 
-SLOTS, CAPACITY, TOKENS, FORKS = 6, 128, 20, 4
-PROMPTS = {"dts": 50, "eager": 50}  # of the other methods 10
-DUE: dict[str, Callable[[TokenRecord, int], bool]] = {
-    "dts": lambda token, at: token.regime == "lehv",
-    "dts-greedy": lambda token, at: token.regime == "lehv",
-    "eager": lambda token, at: token.entropy > 1.2,
-    "random-forks": lambda token, at: token.regime == "lehv",
-    "start-forks": lambda token, at: at == 0,
-}
-OTHERS = {"dts": 2, "dts-greedy": 2, "eager": 1, "random-forks": 2, "start-forks": FORKS - 1}
+SLOTS, CAPACITY, TOKENS, FORKS = 8, 128, 20, 4
+VOCAB = 1249
+PROMPTS = {"dts": 50, "dts-greedy": 20, "eager": 50}  # of the other methods 10
+PUBLISHED = {"dts": "dts", "dts-greedy": "dts", "eager": "eager"}  # presets
+OTHERS = {"dts": 2, "dts-greedy": 2, "eager": 1, "start-forks": FORKS - 1}
 
 
-def questions(model: LanguageModel, count: int) -> list[Request]:
+def in_nats(token: TokenRecord, temperature: float, number: int) -> tuple[float, float]:
+    """Entropy and varentropy of the most likely tokens at a temperature, nats and nats^2."""
+    assert token.top is not None
+    p = np.array([p for _, _, p in token.top[:number]]) ** (1 / temperature)
+    p = p[p > 0] / p.sum()
+    h = -np.sum(p * np.log(p))
+    return float(h), float(np.sum(p * (np.log(p) + h) ** 2))
+
+
+def is_due(method: str, token: TokenRecord, at: int) -> bool:
+    """Whether a continuation forks, in the papers' own units."""
+    if method == "start-forks":
+        return at == 0
+    if method == "eager":
+        return in_nats(token, 1.0, 20)[0] > 2.2
+    h, u = in_nats(token, 0.6, VOCAB)
+    return h <= 2.5 and u > 1.5
+
+
+def questions(model: LanguageModel, count: int, sampler: str = "min-p") -> list[Request]:
+    """Beginnings of documents, whose distributions are often wide."""
+    items = islice(find_task("documents").items("test", chat=False), count)
+    specs = [Spec(encode_prompt(model, item.prompt, chat=False), item.id, TOKENS) for item in items]
+    return requests(model, specs, sampler, turn_end=True)
+
+
+def problems(model: LanguageModel, count: int) -> list[Request]:
+    """Questions whose answers are numbers."""
     items = islice(find_task("word-problems").items("test", chat=True), count)
     specs = [Spec(encode_prompt(model, item.prompt, chat=True), item.id, TOKENS) for item in items]
-    # Such that some tokens of so small a model are in each regime.
-    thresholds = {"thresholds.h1": 0.5, "thresholds.h2": 1.2, "thresholds.u1": 0.5}
-    sampler = load_sampler("min-p").with_values({**thresholds, "thresholds.u2": 0.5})
-    return requests(model, specs, sampler, turn_end=True)
+    return requests(model, specs, "temperature", turn_end=True)
 
 
 def answer_in(text: str) -> str | None:
@@ -55,6 +73,7 @@ def answer_in(text: str) -> str | None:
 class Line:
     """One continuation of the reference."""
 
+    name: str
     tokens: list[TokenRecord]
     parent: int | None = None
     begin: int = 0  # index of its own first token
@@ -64,8 +83,9 @@ class Reference:
     """A method in step, one row at a time."""
 
     def __init__(self, model: LanguageModel, method: str, forks: int) -> None:
-        self._engine = Engine(model, slots=1, capacity=CAPACITY, recording=Recording(top=FORKS))
+        self._engine = Engine(model, slots=1, capacity=CAPACITY, recording=Recording(top=VOCAB))
         self._method, self._forks = method, forks
+        self.begun: Counter[str] = Counter()  # forks of each row, by its name
 
     def read(
         self, request: Request, given: list[TokenRecord], forced: list[int], name: str
@@ -78,77 +98,57 @@ class Reference:
             row = Row(replace(request, prompt=prompt, max_new_tokens=left, row_id=name, tag=None))
             list(self._engine.run([row]))
             own = row.tokens
-        return Line([*given, *(self._forced(given, i) for i in forced), *own], begin=len(given))
+        given = [*given, *(self._forced(i) for i in forced), *own]
+        return Line(name, given, begin=len(text) - len(forced))
+
+    def branch(self, request: Request, line: Line, at: int, token_id: int) -> Line:
+        """The row that parts from a line at a token."""
+        self.begun[line.name] += 1
+        name = f"{line.name}.{self.begun[line.name]}"
+        return self.read(request, line.tokens[:at], [token_id], name)
 
     @staticmethod
-    def _forced(given: list[TokenRecord], token_id: int) -> TokenRecord:
+    def _forced(token_id: int) -> TokenRecord:
         # Nothing reads what a forced token records, but its id and that it was forced.
         return replace(TokenRecord(*[0] * 26), token_id=token_id, action="inject")  # type: ignore[arg-type]
 
     def search(self, request: Request) -> tuple[list[Line], int | None]:
         """The continuations, and which one ended first."""
-        name, due = request.row_id, DUE[self._method]
-        lines = [self.read(request, [], [], name)]
-
-        def by_rule(at: int, here: list[int]) -> list[int]:
-            return [index for index in here if due(lines[index].tokens[at], at)]
-
-        first = self._walk(request, lines, name, by_rule)
-        if self._method == "random-forks" and len(lines) > 1:
-            random = Random(f"{request.seed}:{name}")
-            crossings = {(line.parent, line.begin) for line in lines[1:]}
-            length = len(lines[0].tokens)
-            picks = [random.randrange(length) for _ in crossings]
-            name = f"{name}.{self._begun(lines, 0)}"
-            lines = [self.read(request, [], [], name)]
-
-            def at_random(at: int, here: list[int]) -> list[int]:
-                chosen = [index for index in here if lines[index].tokens[at].action != "inject"]
-                number = min(picks.count(at), len(chosen))
-                picks.extend([at + 1] * (picks.count(at) - number))
-                return sorted(random.sample(chosen, number))
-
-            self._walk(request, lines, name, at_random)
-        return lines, first
-
-    @staticmethod
-    def _begun(lines: list[Line], index: int) -> int:
-        return sum(line.parent == index for line in lines) + 1
-
-    def _walk(
-        self,
-        request: Request,
-        lines: list[Line],
-        name: str,
-        due: Callable[[int, list[int]], list[int]],
-    ) -> int | None:
-        names = [name]
+        lines = [self.read(request, [], [], request.row_id)]
         for at in range(TOKENS):
             here = [index for index, line in enumerate(lines) if at < len(line.tokens)]
             if self._method == "dts-greedy":
                 for index in here:
                     if len(lines[index].tokens) == at + 1:
-                        return index
-            for index in due(at, here):
+                        return lines, index
+            for index in here:
                 token = lines[index].tokens[at]
-                if token.action == "inject":
-                    continue
-                others = [i for i, _, _ in token.top or () if i != token.token_id]
-                for other in others[: OTHERS[self._method]][: self._forks - len(lines)]:
-                    own = f"{names[index]}.{self._begun(lines, index)}"
-                    lines.append(self.read(request, lines[index].tokens[:at], [other], own))
-                    lines[-1].parent = index
-                    names.append(own)
-        return None
+                is_free = token.action != "inject" and len(lines) < self._forks
+                if is_free and is_due(self._method, token, at):
+                    self._fork(request, lines, index, at)
+        return lines, None
+
+    def _fork(self, request: Request, lines: list[Line], index: int, at: int) -> None:
+        line, left = lines[index], self._forks - len(lines)
+        chosen = line.tokens[at].token_id
+        most = [i for i, _, _ in line.tokens[at].top or ()][: 1 + OTHERS[self._method]]
+        if self._method in ("dts", "dts-greedy"):  # these tokens, and no other
+            most = most[: 1 + left]
+            if chosen not in most:
+                lines[index] = self.branch(request, line, at, most.pop(0))
+                lines[index].begin, lines[index].parent = line.begin, line.parent
+        for other in [i for i in most if i != chosen][: min(OTHERS[self._method], left)]:
+            lines.append(self.branch(request, line, at, other))
+            lines[-1].parent = index
 
 
-@pytest.mark.parametrize("name", DUE)
+@pytest.mark.parametrize("name", OTHERS)
 def test_a_search_is_the_reference(tiny: LanguageModel, name: str) -> None:
     method, forks = find_method(name), FORKS
-    wanted = questions(tiny, PROMPTS.get(name, 10))
+    wanted = questions(tiny, PROMPTS.get(name, 10), PUBLISHED.get(name, "min-p"))
     recording = recording_for(method, forks)
     engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=recording)
-    searches = [Search(request, method, forks) for request in wanted]
+    searches = [method.search(request, forks) for request in wanted]
     ended = list(run_searches(engine, searches))
     assert {*map(id, ended)} == {*map(id, searches)}
     reference, made = Reference(tiny, name, forks), 0
@@ -182,11 +182,86 @@ def test_a_search_is_the_reference(tiny: LanguageModel, name: str) -> None:
     assert made > 5
 
 
+@pytest.mark.parametrize(("name", "preset"), [("dts-matched", "dts"), ("eager-matched", "eager")])
+def test_matched_forks(tiny: LanguageModel, name: str, preset: str) -> None:
+    """They are as many as the method's own at each depth, force tokens of about the same
+    probabilities, elsewhere, and never in place of an end token."""
+    wanted, same = questions(tiny, 30, preset), 0
+    outcomes = {}
+    for method in (find_method(preset), find_method(name)):
+        recording = recording_for(method, FORKS)
+        engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=recording)
+        searches = [method.search(request, FORKS) for request in wanted]
+        list(run_searches(engine, searches))
+        outcomes[method.name] = [search.outcome(answer_in) for search in searches]
+    gaps, places = [], Counter[bool]()
+    for request, own, control in zip(wanted, outcomes[preset], outcomes[name], strict=True):
+        assert depths(control) == depths(own)
+        for fork in control.forks:
+            parent = control.rows[fork.parent].tokens[fork.position - len(request.prompt)]
+            assert parent.token_id not in request.eos_ids
+            assert parent.token_id != fork.token_id
+            forced = control.rows[fork.row].tokens[fork.position - len(request.prompt)]
+            assert forced.token_id == fork.token_id
+            assert forced.logprob == pytest.approx(fork.logprob, abs=1e-3)
+        for level in range(1, FORKS):
+            pairs = (sorted(f.logprob for f in at_depth(o, level)) for o in (own, control))
+            gaps += [abs(a - b) for a, b in zip(*pairs, strict=True)]
+        same += {f.position for f in own.forks} == {f.position for f in control.forks}
+        places[bool(own.forks)] += 1
+    assert len(gaps) > 10
+    assert np.median(gaps) <= CALIPER
+    assert same < places[True] + places[False]
+
+
+def at_depth(outcome: Outcome, depth: int) -> list[Fork]:
+    """The forks that begin a continuation of a depth."""
+    known = {0: 0}
+    for fork in outcome.forks:
+        known[fork.row] = known[fork.parent] + 1
+    return [fork for fork in outcome.forks if known[fork.row] == depth]
+
+
+def depths(outcome: Outcome) -> list[int]:
+    return [len(at_depth(outcome, depth)) for depth in range(1, FORKS)]
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_beam_search_is_that_of_transformers(tiny: LanguageModel, width: int) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    other = transformers.AutoModelForCausalLM.from_pretrained(tiny.folder, dtype=torch.float32)
+    method, wanted = find_method("beam"), questions(tiny, 12, "greedy")
+    recording = recording_for(method, width)
+    engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=recording)
+    searches = [method.search(request, width) for request in wanted]
+    list(run_searches(engine, searches))
+    for search, request in zip(searches, wanted, strict=True):
+        outcome = search.outcome()
+        prompt = torch.tensor([[*request.prompt]])
+        found = other.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            num_beams=width,
+            max_new_tokens=TOKENS,
+            do_sample=False,
+            early_stopping=False,
+            eos_token_id=[*request.eos_ids],
+            pad_token_id=0,
+        )
+        ids = found[0, len(request.prompt) :].tolist()
+        while ids and ids[-1] == 0:
+            ids.pop()
+        assert [token.token_id for token in outcome.row.tokens] == ids
+        assert len(outcome.rows) <= width
+        assert outcome.forwards <= width * (TOKENS - 1)
+
+
 @pytest.mark.parametrize("name", ["self-consistency", "best-of-n", "surest-of-n"])
 def test_independent_samples(tiny: LanguageModel, name: str) -> None:
     """They are the rows alone, one of which is chosen."""
     engine, chosen = Engine(tiny, slots=SLOTS, capacity=CAPACITY), set()
-    searches = [Search(request, METHODS[name], 3) for request in questions(tiny, 8)]
+    searches = [METHODS[name].search(request, 3) for request in problems(tiny, 8)]
     for search in run_searches(engine, searches):
         outcome = search.outcome(answer_in)
         rows = outcome.rows
@@ -208,8 +283,6 @@ def test_what_cannot_be_searched(tiny: LanguageModel) -> None:
     with pytest.raises(UserError, match="no method 'dst', did you mean 'dts'"):
         find_method("dst")
     engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY)
-    (search,) = run_searches(
-        engine, [Search(questions(tiny, 1)[0], METHODS["self-consistency"], 2)]
-    )
+    (search,) = run_searches(engine, [METHODS["self-consistency"].search(questions(tiny, 1)[0], 2)])
     with pytest.raises(UserError, match="votes, but these texts have no answers"):
         search.outcome()

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from entropix_jax.engine.search import METHODS
+from entropix_jax.engine.methods import METHODS
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.serve.guard import read_keys, read_origin

@@ -15,10 +15,11 @@ import pytest
 from entropix_jax.engine.api import score
 from entropix_jax.engine.decode import decode
 from entropix_jax.engine.generation import Generation
+from entropix_jax.engine.methods import find_method
 from entropix_jax.engine.prefill import prefill
 from entropix_jax.engine.preparation import encode_prompt
 from entropix_jax.engine.results import Row
-from entropix_jax.engine.search import Outcome, Search, find_method, last_answer, run_searches
+from entropix_jax.engine.search import Outcome, last_answer, run_searches
 from entropix_jax.engine.slots import insert, share_prefix
 from entropix_jax.engine.state import Recording
 from entropix_jax.model.loading import LanguageModel
@@ -326,7 +327,7 @@ def outcomes(model: LanguageModel) -> list[Outcome]:
     sampler = load_sampler("min-p").with_values(FORKING)
     wanted = requests(model, [spec] * len(SEARCHES), sampler, seed=2)
     searches = [
-        Search(request, find_method(name).with_vote(vote), 4)
+        find_method(name).with_vote(vote).search(request, 4)
         for request, (name, vote) in zip(wanted, SEARCHES, strict=True)
     ]
     assert len([*run_searches(make_engine(model), searches)]) == len(searches)
