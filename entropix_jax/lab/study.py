@@ -68,7 +68,7 @@ class Study:
             if setting.forks > slots:
                 raise UserError(f"{where}: {setting.forks} forks do not fit into {slots} slots")
             free = [task.name for task in self._tasks if not task.votes]
-            if free and setting.forks > 1 and method.choice == "vote":
+            if free and setting.forks > 1 and method.votes:
                 answers = f"the answers of task '{free[0]}' are free text"
                 raise UserError(f"{where}: method '{method.name}' votes: {answers}")
         # Hashed now, as it was just imported: the file may change while the study runs.

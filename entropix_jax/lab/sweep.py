@@ -15,7 +15,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, get_args
 
-from entropix_jax.engine.search import MOST_FORKS, SINGLE, Method, find_method
+from entropix_jax.engine.methods import find_method
+from entropix_jax.engine.search import MOST_FORKS, SINGLE, Method
 from entropix_jax.errors import UserError, nearest
 from entropix_jax.host.files import read_toml
 from entropix_jax.host.resources import resource_folder
