@@ -140,9 +140,17 @@ def read_sweep(
     mechanisms: Sequence[Mechanism] = (),
     data: str | None = None,
 ) -> Sweep:
-    """Reads a sweep file. For arguments and errors see `make_sweep`; messages name the file."""
+    """Reads a sweep file. For arguments and errors see `make_sweep`; messages name the file. A file
+    may have the settings of another one in its folder besides its own, `settings_of = "NAME.toml"`.
+    """
     with _within(str(path)):
-        return make_sweep(read_toml(path), path.parent, calibrate, mechanisms, data)
+        content = read_toml(path)
+        if isinstance(name := content.pop("settings_of", None), str):
+            shared = read_toml(path.with_name(name)).get("settings", {})
+            content["settings"] = {**shared, **content.get("settings", {})}
+        elif name is not None:
+            raise UserError(f"settings_of = {name!r}: must be the name of a sweep file")
+        return make_sweep(content, path.parent, calibrate, mechanisms, data)
 
 
 def make_sweep(
