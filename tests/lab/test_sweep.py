@@ -83,17 +83,6 @@ def test_shipped_sweeps() -> None:
     assert all(changed(setting) for setting in others)
 
 
-def test_the_sweeps_of_the_study_of_quadrants() -> None:
-    """Both tests run the same settings; the tuning varies twelve settings of the default."""
-    real, tiny, tuning = (
-        {one.name: one.sampler.values for one in read_sweep(find_sweep(name), data="data").settings}
-        for name in ("quadrants", "quadrants-tiny", "quadrants-tuning")
-    )
-    assert real == tiny
-    assert len(tuning) == 1 + 12 + 4
-    assert real["entropix"] == load_sampler("entropix").values
-
-
 # Settings
 
 
