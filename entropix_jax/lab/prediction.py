@@ -40,6 +40,8 @@ SINGLE: Mapping[str, tuple[str, ...]] = {
     **{name: (name,) for name in (*BASE, "margin")},
     **ADDITIONS,
 }
+# What varentropy adds to entropy: the difference of two additions.
+BEYOND = {"u beyond base + h": ("h and u", "h")}
 _HEADS = "heads"
 # Columns of targets with their names. A binary target has an AUROC, another one Spearman's rho.
 TARGETS = {"pivot": "pivot", "mistake": "mistake", "strength": "F", "excess": "F excess"}
@@ -241,8 +243,8 @@ def compare_predictors(tasks: Mapping[str, Tokens]) -> tuple[pd.DataFrame, list[
 
     Returns:
         One row for each task, target and set of predictors. `difference` from the base model is an
-        interval for its additions, joint over all of them, else None. And a line for each task or
-        target that is left out.
+        interval for its additions and for `BEYOND`, joint over all of them, else None. And a line
+        for each task or target that is left out.
     """
     rows: list[dict[str, Any]] = []
     omitted: list[str] = []
@@ -294,8 +296,12 @@ def _compare(task: str, tokens: Tokens, targets: Mapping[str, Floats]) -> Iterat
         **{f"base + {name}": each for name, each in added.items()},
         **{f"{name} only": associate(used, resamples=1) for name, used in SINGLE.items()},
     }
+    differences = {f"base + {name}": each - base for name, each in added.items()}
+    for name, (more, less) in BEYOND.items():
+        found[name], differences[name] = added[more], added[more] - added[less]
     for k, name in enumerate(targets):
         for predictors, each in found.items():
+            difference = differences.get(predictors)
             yield {
                 "task": task,
                 "target": TARGETS[name],
@@ -304,5 +310,5 @@ def _compare(task: str, tokens: Tokens, targets: Mapping[str, Floats]) -> Iterat
                 "predictors": predictors,
                 "measure": "AUROC" if name in _BINARY else "Spearman",
                 "value": each[k, 0],
-                "difference": each[k] - base[k] if predictors.startswith("base") else None,
+                "difference": None if difference is None else difference[k],
             }

@@ -161,4 +161,7 @@ def test_additions_are_compared_with_the_base(monkeypatch: pytest.MonkeyPatch) -
             added = by_name[target, f"base + {name}"]
             assert added.difference.value == pytest.approx(added.value - base.value)
             assert (added.difference.verdict == "higher") == ("u" in name.split())
+        beyond = by_name[target, "u beyond base + h"].difference
+        more, less = (by_name[target, f"base + {name}"].value for name in ("h and u", "h"))
+        assert beyond.value == pytest.approx(more - less)
     assert by_name["F", "u only"].value > by_name["F", "h only"].value + 0.2
