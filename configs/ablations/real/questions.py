@@ -7,7 +7,7 @@ from pathlib import Path
 from entropix_jax.errors import UserError
 from entropix_jax.lab.tasks.files import FileTask, read_values
 from entropix_jax.lab.tasks.published import NqOpen, ask_after
-from entropix_jax.lab.tasks.task import Item
+from entropix_jax.lab.tasks.task import Item, Split
 
 LETTERS = "ABCD"
 # `A` before a word is an article, except in "A is right" and "A because".
@@ -20,6 +20,17 @@ class Questions(NqOpen):
     """In NQ-open's form, asked and judged as they are."""
 
     name = "questions"
+
+
+class FreshQuestions(Questions):
+    """The questions of the test split that no study up to the plan of the quadrants has used."""
+
+    entries = frozenset(map(int, (Path(__file__).parent / "fresh.txt").read_text().split()))
+
+    def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
+        for item in super().items(split, chat=chat):
+            if int(item.id.rpartition("-")[2]) in self.entries:
+                yield item
 
 
 class Choices(FileTask):
@@ -106,5 +117,6 @@ def _has(text: str, choice: str) -> bool:
 
 _HERE = Path(__file__).parent
 QUESTIONS = Questions(_HERE / "easy.jsonl")
+FRESH = FreshQuestions(_HERE / "easy.jsonl")
 CHOICES = Choices(_HERE / "choices.jsonl")
 YES_NO = YesNo(_HERE / "yes-no.jsonl")
