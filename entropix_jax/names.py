@@ -10,7 +10,7 @@ TRACE_FORMAT = 1  # of traces
 
 REGIMES = ("lelv", "helv", "lehv", "hehv", "mid")
 BOXES = REGIMES[:-1]  # tried in this order; a point in none is MID
-# What an arm serves: the regimes, rows that loop, and the start of an answer.
+# Served by arms: the regimes, rows that loop, and the start of an answer.
 SERVED = (*REGIMES, "loop", "start")
 QUANTITIES = ("entropy", "varentropy", "attn_entropy_norm", "agreement", "sequence_varentropy")
 THRESHOLDS = ("h1", "h2", "u1", "u2")
