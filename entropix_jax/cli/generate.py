@@ -58,8 +58,9 @@ class Arguments:
     samples: Count = 1
     """Number of texts to generate from the prompt, in parallel."""
     method: Text = None
-    """Generate several continuations and choose one: self-consistency, best-of-n, surest-of-n, dts,
-    dts-greedy, eager, random-forks or start-forks. The tree goes to standard error."""
+    """Generate several continuations and choose one: self-consistency, weighted-vote, best-of-n,
+    surest-of-n, dts, dts-greedy, eager, beam, start-forks, dts-matched or eager-matched. The tree
+    goes to standard error."""
     forks: Count = 8
     """Maximum number of continuations of a --method, at most 32."""
     vote: Flag = False

@@ -54,7 +54,7 @@ def _from_tables(value: str, calibration: Calibration | None, where: str) -> Sur
 
 @struct.dataclass
 class SurrogateSettings:
-    """What is seen in place of the varentropy."""
+    """The varentropy that regimes and arms see."""
 
     varentropy: Surrogate = of_tables(KINDS, _from_tables, "measured")
 
