@@ -1,14 +1,14 @@
 """Beam search over the rows of an engine.
 
 Each position continues the `forks` hypotheses with the highest sums of ln p. A hypothesis that ends
-leaves the beam with its mean ln p. The search ends when as many have ended, and the best live one
-has no higher mean than the worst of them. The sampler should commit one token per step. The preset
+leaves the beam with its mean ln p. The search ends when `forks` hypotheses have ended and no live
+one has a higher mean. The sampler should commit one token per step. The preset
 `greedy` needs the fewest forks.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from entropix_jax.engine.engine import Engine
@@ -33,7 +33,7 @@ class Beam(Search):
     def advance(self, engine: Engine) -> bool:
         """Extends the beam by the tokens that are known. Returns whether the search ended."""
         while not self._is_decided() and self._is_known():
-            self._end_hypotheses()
+            self._end_hypotheses(engine)
             if not self._is_decided():
                 self._evaluated += len(self._live) if self._at else 0
                 self._extend(engine)
@@ -63,16 +63,21 @@ class Beam(Search):
             return not self._live
         return self._live[0][1] / max(self._at, 1) <= self._ended[-1][1]
 
-    def _end_hypotheses(self) -> None:
+    def _end_hypotheses(self, engine: Engine) -> None:
         """Takes out of the beam the hypotheses that ended before the current position."""
-        for row, total in [*self._live]:
-            if len(row.tokens) <= self._at:
-                self._live.remove((row, total))
-                self._end(row, total)
+        ended = [one for one in self._live if len(one[0].tokens) <= self._at]
+        self._live = [one for one in self._live if len(one[0].tokens) > self._at]
+        self._end(engine, ended)
 
-    def _end(self, row: Row, total: float) -> None:
-        mean = -math.inf if row.error else total / max(self._at, 1)
-        self._ended = sorted([*self._ended, (row, mean)], key=lambda one: -one[1])[: self.forks]
+    def _end(self, engine: Engine, hypotheses: Sequence[tuple[Row, float]]) -> None:
+        """Adds hypotheses, with sums of ln p, to the ended ones, and drops the worst of these."""
+        for row, total in hypotheses:
+            mean = -math.inf if row.error else total / max(self._at, 1)
+            self._ended.append((row, mean))
+        self._ended.sort(key=lambda one: -one[1])
+        for row, _ in self._ended[self.forks :]:
+            end_row(engine, row, self._at)
+        del self._ended[self.forks :]
 
     def _extend(self, engine: Engine) -> None:
         """Keeps the best continuations of the live hypotheses by one token: of twice as many as the
@@ -83,7 +88,9 @@ class Beam(Search):
         kept: set[int] = set()  # hypotheses whose row continues
         for rank, (total, place, token_id) in enumerate(found[: 2 * self.forks]):
             ends = token_id in self.request.eos_ids
-            if rank >= self.forks if ends else len(live) == self.forks:
+            is_late = ends and rank >= self.forks
+            is_full = not ends and len(live) == self.forks
+            if is_late or is_full:
                 continue
             row = self._live[place][0]
             if row.tokens[self._at].token_id == token_id and place not in kept:
@@ -96,18 +103,15 @@ class Beam(Search):
                 end_row(engine, row, self._at)
         self._live = live
         self._at += 1
-        for row, total in ended:
-            self._end(row, total)
+        self._end(engine, ended)
         self.rows = [row for row, _ in self._live + self._ended]
 
     def _continuations(self) -> Iterator[tuple[float, int, int]]:
         """Yields sums of ln p, the indices of live hypotheses, and their next tokens."""
-        never = {*self.request.sampler.settings.unwritable.tolist()}
         for place, (row, total) in enumerate(self._live):
             token = row.tokens[self._at]
             if not self._may_fork(row, self._at):  # within a text that was committed at once
                 yield total + token.logprob, place, token.token_id
                 continue
-            for token_id, _, p in (token.top or ())[: 2 * self.forks]:
-                if p > 0 and token_id not in never:
-                    yield total + math.log(p), place, token_id
+            for token_id, logprob in self._candidates(token, 2 * self.forks):
+                yield total + logprob, place, token_id

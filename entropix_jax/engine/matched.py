@@ -6,7 +6,6 @@ probability can be forced. Forks of forks are matched level by level, so both tr
 number of continuations at each depth.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,8 +22,9 @@ _Place = tuple[int, int, int, float]
 
 @dataclass(eq=False)
 class MatchedForks(Search):
-    """A search whose forks are as many and as likely as those of the method's own rule, at random
-    tokens. The cost of the preliminary run is not included."""
+    """Forks at random tokens, matched to the method's own in count, depth and probability. A
+    continuation that forks keeps its drawn token. The cost of the preliminary run is not
+    included."""
 
     _levels: list[list[float]] | None = None  # log-probabilities to match, by depth
     _depths: list[int] = field(default_factory=list)  # of the continuations
@@ -79,15 +79,15 @@ class MatchedForks(Search):
 
     def _places(self, depth: int) -> Iterator[_Place]:
         """Yields the places where continuations of a depth can fork, never at an end token."""
-        never = {*self.request.sampler.settings.unwritable.tolist()}
         begins = {fork.row: fork.position - len(self.request.prompt) for fork in self.made}
         for index, row in enumerate(self.rows):
             if self._depths[index] != depth or row.error is not None:
                 continue
-            for at in range(begins.get(index, 0), len(row.tokens)):
+            begin = begins[index] + 1 if index in begins else 0
+            for at in range(begin, len(row.tokens)):
                 token = row.tokens[at]
                 if token.token_id in self.request.eos_ids or not self._may_fork(row, at):
                     continue
-                for token_id, _, p in (token.top or ())[: self.method.width]:
-                    if token_id != token.token_id and token_id not in never and p > 0:
-                        yield index, at, token_id, math.log(p)
+                for token_id, logprob in self._candidates(token, self.method.width):
+                    if token_id != token.token_id:
+                        yield index, at, token_id, logprob

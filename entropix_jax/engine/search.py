@@ -57,7 +57,11 @@ class Method:
 
     def with_vote(self, vote: bool) -> "Method":
         """Returns the method with a vote as its choice. Without `vote`, a method that votes takes
-        the first continuation that ends."""
+        the first continuation that ends. UserError for a method that cannot vote."""
+        if self.make is not None:
+            if vote and not self.votes:
+                raise UserError(f"method '{self.name}' does not vote")
+            return self
         if not self.votes:
             return replace(self, choice="vote") if vote else self
         return self if vote else replace(self, choice="first")
@@ -245,21 +249,24 @@ class Search:
         token, left = row.tokens[self._at], self.forks - len(self.rows)
         if left < 1:
             return
-        never = self.request.sampler.settings.unwritable.tolist()
         width = self.method.width or self.forks
         # The engine may record more than the method needs.
-        probs = {i: p for i, _, p in (token.top or ())[:width] if i not in never and p > 0}
-        most = [*probs]
+        most = self._candidates(token, width)
         if self.method.replaces:
             most = most[: 1 + left]
-            if token.token_id not in most:  # the chosen token's place is taken
-                self.rows[index] = self._branch(engine, row, most.pop(0))
+            if most and token.token_id not in dict(most):  # the chosen token's place is taken
+                self.rows[index] = self._branch(engine, row, most.pop(0)[0])
                 end_row(engine, row, self._at)
-        others = [token_id for token_id in most if token_id != token.token_id]
-        for token_id in others[: min(width - 1, left)]:
-            logprob = math.log(probs[token_id])
+        others = [pair for pair in most if pair[0] != token.token_id]
+        for token_id, logprob in others[: min(width - 1, left)]:
             self.made.append(Fork(len(self.rows), index, token.position, token_id, logprob))
             self.rows.append(self._branch(engine, row, token_id))
+
+    def _candidates(self, token: TokenRecord, count: int) -> list[tuple[int, float]]:
+        """Returns the most likely tokens in place of a token that texts may hold, with ln p."""
+        never = self.request.sampler.settings.unwritable.tolist()
+        most = (token.top or ())[:count]
+        return [(i, math.log(p)) for i, _, p in most if p > 0 and i not in never]
 
     def _branch(self, engine: Engine, row: Row, token_id: int, at: int | None = None) -> Row:
         """Returns a new row with a row's tokens before an index, by default the decided one, and

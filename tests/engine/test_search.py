@@ -4,7 +4,7 @@ and a fork is a prompt that is longer by what the two share."""
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -235,7 +235,7 @@ def test_beam_search_is_that_of_transformers(tiny: LanguageModel, width: int) ->
     recording = recording_for(method, width)
     engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=recording)
     searches = [method.search(request, width) for request in wanted]
-    list(run_searches(engine, searches))
+    assert len([*run_searches(engine, searches)]) == len(searches)
     for search, request in zip(searches, wanted, strict=True):
         outcome = search.outcome()
         prompt = torch.tensor([[*request.prompt]])
@@ -257,7 +257,7 @@ def test_beam_search_is_that_of_transformers(tiny: LanguageModel, width: int) ->
         assert outcome.forwards <= width * (TOKENS - 1)
 
 
-@pytest.mark.parametrize("name", ["self-consistency", "best-of-n", "surest-of-n"])
+@pytest.mark.parametrize("name", ["self-consistency", "weighted-vote", "best-of-n", "surest-of-n"])
 def test_independent_samples(tiny: LanguageModel, name: str) -> None:
     """They are the rows alone, one of which is chosen."""
     engine, chosen = Engine(tiny, slots=SLOTS, capacity=CAPACITY), set()
@@ -271,6 +271,12 @@ def test_independent_samples(tiny: LanguageModel, name: str) -> None:
         scores = [0.0]
         if name == "best-of-n":
             scores = [sum(t.logprob for t in row.tokens) / len(row.tokens) for row in rows]
+        sums: defaultdict[str, float] = defaultdict(float)
+        for row in rows if name == "weighted-vote" else ():
+            if (found := answer_in(row.text)) is not None:
+                sums[found] += float(row.group_confidences().min())
+        if sums:
+            assert outcome.answer == max(sums, key=lambda answer: sums[answer])
         if name == "surest-of-n":  # fewer tokens than a group has
             scores = [float(np.mean([t.token_confidence for t in row.tokens])) for row in rows]
         if len(scores) > 1 and all(len(row.tokens) <= 16 for row in rows):
