@@ -12,6 +12,7 @@ from entropix_jax.engine.state import Recording
 from entropix_jax.errors import UserError
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.model.config import ModelConfig
+from entropix_jax.model.gguf import SUFFIX
 from entropix_jax.model.loading import CALIBRATION_FILE, LanguageModel
 from entropix_jax.sampler.calibration import (
     Calibration,
@@ -148,9 +149,10 @@ def calibrate_sampler(sampler: Sampler, model: LanguageModel) -> CalibratedSampl
 
 def _find_tables(model: LanguageModel) -> Path | None:
     """Returns the model's calibration file, else the package's for a GGUF file of that name."""
+    if (own := model.calibration_file).exists():
+        return own
     shipped = resource_folder("weights") / model.folder.stem.lower() / CALIBRATION_FILE
-    found = [path for path in (model.calibration_file, shipped) if path.exists()]
-    return found[0] if found else None
+    return shipped if model.folder.suffix.lower() == SUFFIX and shipped.exists() else None
 
 
 def model_shape(model: LanguageModel) -> dict[str, int]:

@@ -137,7 +137,7 @@ def _classify(ctx: Context) -> Context:
     """Adds the row's regime, other measures of its text, and its permitted actions."""
     settings, tally, seen = ctx.settings, ctx.tally, ctx.observation
     thresholds = thresholds_of(settings, tally.drift)
-    ctx = replace(ctx, metrics=seen.metrics)
+    ctx = replace(ctx, metrics=seen.metrics, thresholds=thresholds)
     for _, mechanism in ctx.parts.having("observe"):
         ctx = replace(ctx, metrics=mechanism.observe(ctx))
     entropies, varentropy = spread(tally.entropies, seen.metrics.entropy, ctx.generated + 1)
@@ -151,7 +151,6 @@ def _classify(ctx: Context) -> Context:
         ctx,
         observation=seen,
         metrics=as_configured(ctx.metrics, settings),
-        thresholds=thresholds,
         entropies=entropies,
         confidences=with_token(ctx.confidences, ctx.length, seen.token_confidence, ctx.running),
     )

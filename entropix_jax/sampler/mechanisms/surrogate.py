@@ -1,4 +1,4 @@
-"""`surrogate`: a varentropy without its information, the control of studies of the quadrants.
+"""`surrogate`: replaces the varentropy by a control, for studies of the quadrants.
 
 Regimes, arms and branch scores see u' in place of the varentropy u. With Q(r | h) the r-quantile of
 the varentropies that the model has at the entropy h, from its calibration:
@@ -8,7 +8,8 @@ the varentropies that the model has at the entropy h, from its calibration:
     median      u' = Q(1/2 | h): a function of h alone
 
 The first two keep the joint distribution of h and u, and so the shares of the regimes, as far as
-the tables are those of the text. A trace records the measured u.
+the tables are those of the text. The tables are of the model's own distribution, so a `view` and a
+surrogate do not go together. A trace records the measured u.
 """
 
 from dataclasses import replace
@@ -32,7 +33,7 @@ _MEASURED, _PERMUTED, _MAX_PROB, _MEDIAN = range(len(KINDS))
 
 @struct.dataclass
 class Surrogate:
-    """The kind of u', and the quantiles at each knot of the entropy."""
+    """The kind of u', and the quantiles at each of K = `calibration.KNOTS` entropies."""
 
     kind: jax.Array  # int32, index into KINDS
     entropies: jax.Array  # float32 [K], bits, ascending
@@ -54,7 +55,7 @@ def _from_tables(value: str, calibration: Calibration | None, where: str) -> Sur
 
 @struct.dataclass
 class SurrogateSettings:
-    """The varentropy that regimes and arms see."""
+    """Selects the value that regimes and arms use as varentropy."""
 
     varentropy: Surrogate = of_tables(KINDS, _from_tables, "measured")
 
@@ -73,8 +74,9 @@ def observe(ctx: Context) -> Metrics:
         return (1.0 - share) * table[below] + share * table[below + 1]
 
     stream = jnp.int32(STREAM_OBSERVE)
-    # Branches share their row's key, so each uses the number at its own index.
-    numbers = uniforms(ctx.key, ctx.length, ctx.attempt, stream, 1 + MAX_WIDTH)
+    # Branches share their row's key, so each uses the number at its own index. A position that is
+    # drawn again has the same distribution, and so the same u'.
+    numbers = uniforms(ctx.key, ctx.length, jnp.int32(0), stream, 1 + MAX_WIDTH)
     rank = jnp.interp(ctx.observation.max_prob, at_knot(own.max_probs), levels)
     rank = jnp.where(own.kind == _PERMUTED, numbers[ctx.branch + 1], rank)
     rank = jnp.where(own.kind == _MEDIAN, 0.5, rank)
@@ -84,7 +86,7 @@ def observe(ctx: Context) -> Metrics:
 
 
 def is_active(settings: SamplerSettings) -> bool:
-    """Whether anything but the measured varentropy is seen."""
+    """Returns whether the varentropy is replaced."""
     return bool(settings.own["surrogate"].varentropy.kind != _MEASURED)
 
 

@@ -20,8 +20,8 @@ from entropix_jax.stats import entropy_and_varentropy, top
 
 @struct.dataclass
 class ViewSettings:
-    """The distribution that is seen: softmax(logits / temperature) over the `likeliest` tokens,
-    renormalised. 0: over all."""
+    """The measured distribution: softmax(logits / temperature) over the top `likeliest` tokens,
+    renormalised. 0 means the whole vocabulary."""
 
     temperature: jax.Array = number(0.01, 100.0, default=1.0)
     likeliest: jax.Array = number(0, MAX_LIKELIEST, integer=True, default=0)
@@ -47,7 +47,7 @@ def _measure(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def is_active(settings: SamplerSettings) -> bool:
-    """Whether anything but the model's own distribution is seen."""
+    """Returns whether entropy and varentropy are replaced."""
     own: ViewSettings = settings.own["view"]
     return bool((own.temperature != 1.0) | (own.likeliest > 0))
 
