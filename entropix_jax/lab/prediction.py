@@ -3,8 +3,8 @@
 The base model has the index of the token in the answer and the probabilities of the two most likely
 tokens. Further measures are judged by what they add to it. All predictions are by ridge regression,
 cross-validated over prompts. The bootstrap resamples prompts and repeats the cross-validation, with
-all copies of a prompt in one fold. A resample has fewer different prompts to learn from, so its
-predictions are worse and the intervals, which contain the difference, conservative.
+all copies of a prompt in one fold. A resample has fewer distinct prompts to learn from, so its
+predictions are worse and the intervals wide.
 
 Legend: T tokens, P prompts, D features with the intercept, K targets, R resamples, F folds.
 """
@@ -99,6 +99,7 @@ def read_tokens(address: str) -> dict[str, Tokens]:
             try:
                 answer = json.loads(line)
                 if "error" not in answer and all(answer[name] for name in ("line", *_MEASURED)):
+                    _to_tokens([answer])  # raises for columns that are not numbers of one length
                     answers[answer["task"]].append(answer)
             except (ValueError, TypeError, KeyError):
                 raise UserError(f"{address}: line {number} is not a result of pivots") from None
@@ -134,6 +135,8 @@ def agreement(task: str, tokens: Tokens) -> str:
         return ""
     true = tokens.columns["true"]
     chosen = (tokens.columns["alternatives"] > 1) & ~np.isnan(true)
+    if chosen.sum() < 2:
+        return ""
     rho = {
         TARGETS[name]: spearman(tokens.columns[name][chosen], true[chosen])
         for name in ("strength", "excess")

@@ -126,7 +126,8 @@ def find_differences(rows: Mapping[str, Row], others: Mapping[str, Row]) -> Iter
         close = {
             key: value
             for key, value in other.items()
-            if isinstance(value, float)
+            if key != "score"
+            and isinstance(value, float)
             and isinstance(row.get(key), float)
             and math.isclose(value, row[key], rel_tol=_CLOSE, abs_tol=_CLOSE)
         }

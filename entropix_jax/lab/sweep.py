@@ -145,11 +145,13 @@ def read_sweep(
     """
     with _within(str(path)):
         content = read_toml(path)
-        if isinstance(name := content.pop("settings_of", None), str):
-            shared = read_toml(path.with_name(name)).get("settings", {})
-            content["settings"] = {**shared, **content.get("settings", {})}
-        elif name is not None:
-            raise UserError(f"settings_of = {name!r}: must be the name of a sweep file")
+        if (name := content.pop("settings_of", None)) is not None:
+            if not isinstance(name, str) or Path(name).name != name:
+                told = "must be the name of a sweep file in the same folder"
+                raise UserError(f"settings_of = {name!r}: {told}")
+            shared = _Table(read_toml(path.with_name(name)), "").table("settings").values
+            own = _Table(content, "").table("settings").values
+            content["settings"] = {**shared, **own}
         return make_sweep(content, path.parent, calibrate, mechanisms, data)
 
 

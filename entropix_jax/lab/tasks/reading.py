@@ -86,7 +86,7 @@ def read_number(text: str) -> str | None:
 
 
 def marked_number(text: str) -> str | None:
-    """Returns the number after the last `####` or in the last `\boxed` that has one, or None.
+    r"""Returns the number after the last `####` or in the last `\boxed` that has one, or None.
 
     After a sum, such as `#### 240 + 70 = 310`, it is the result.
     """
