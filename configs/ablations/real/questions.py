@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from entropix_jax.errors import UserError
@@ -31,6 +32,16 @@ class FreshQuestions(Questions):
         for item in super().items(split, chat=chat):
             if int(item.id.rpartition("-")[2]) in self.entries:
                 yield item
+
+
+class FirstQuestions(Questions):
+    """First questions of a newcomer: without examples in a chat. Both splits have all of them."""
+
+    name = "first"
+
+    def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
+        for item in self.read(chat=chat):
+            yield replace(item, prompt=item.prompt[-1:]) if chat else item
 
 
 class Choices(FileTask):
@@ -118,5 +129,6 @@ def _has(text: str, choice: str) -> bool:
 _HERE = Path(__file__).parent
 QUESTIONS = Questions(_HERE / "easy.jsonl")
 FRESH = FreshQuestions(_HERE / "easy.jsonl")
+FIRST = FirstQuestions(_HERE / "first.jsonl")
 CHOICES = Choices(_HERE / "choices.jsonl")
 YES_NO = YesNo(_HERE / "yes-no.jsonl")
