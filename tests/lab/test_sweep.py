@@ -333,7 +333,23 @@ BAD: list[tuple[str, str]] = [
     (f"{CURVE}\nmargin = inf", "compare.1.margin = inf: must be a number between 0 and 1000"),
     (f"{CURVE}\nmargin = true", "compare.1.margin = True: must be a number between 0 and 1000"),
     (f"{CURVE}\ntasks = 'sums'", "compare.1.tasks: must be a list of texts"),
+    ("T\nsettings_of = 1", "settings_of = 1: must be the name of a sweep file in the same folder"),
+    ("T\nsettings_of = '../a.toml'", "settings_of = '../a.toml': must be the name of a sweep file"),
+    ("T\nsettings_of = 'missing.toml'", "missing.toml"),
 ]
+
+
+def test_settings_of_another_sweep(tmp_path: Path) -> None:
+    """Those of the file itself come on top, and everything else is its own."""
+    shared = "tasks = ['facts']\n[settings.a]\n'base.top_k' = 5\n[settings.b]\n'base.top_k' = 6\n"
+    (tmp_path / "shared.toml").write_text(shared)
+    path = write(
+        tmp_path, "tasks = ['sums']\nsettings_of = 'shared.toml'\n[settings.b]\n'base.top_k' = 7"
+    )
+    sweep = read_sweep(path)
+    found = {setting.name: setting.sampler.values["base.top_k"] for setting in sweep.settings}
+    assert found == {"entropix": 0, "a": 5, "b": 7}
+    assert sweep.tasks == ("sums",)
 
 
 @pytest.mark.parametrize(("text", "words"), BAD, ids=[words for _, words in BAD])
