@@ -60,20 +60,20 @@ def sizes() -> dict[str, int]:
 
 LIMITS = {
     "sampler/step.py and what it imports, files": 12,
-    "sampler/step.py and what it imports": 1_775,
+    "sampler/step.py and what it imports": 1_805,
     "engine/decode.py and what it imports, files": 28,
-    "engine/decode.py and what it imports": 4_130,
+    "engine/decode.py and what it imports": 4_160,
     "sampler/step.py, engine/decode.py": 450,
     "the draw: filters, draw": 320,
-    "sampler/, engine/, model/": 11_195,
-    "package without lab/, serve/, chat/": 16_275,
-    "lab/": 5_620,
-    "serve/, chat/": 3_035,
+    "sampler/, engine/, model/": 11_710,
+    "package without lab/, serve/, chat/": 16_800,
+    "lab/": 7_015,
+    "serve/, chat/": 3_040,
     "modules at the root of the package, files": 8,
     "scripts/": 2_800,
-    "tests/": 27_810,
+    "tests/": 29_230,
     "README.md": 180,
-    "docs/": 2_205,
+    "docs/": 2_565,
 }
 
 
