@@ -54,6 +54,7 @@ def encoded(*values: Any) -> list[bytes]:
     return [json.dumps(value, indent=1).encode() for value in values]
 
 
+SHARED = "default-smollm2.toml"  # whose settings another sweep has, too
 TINY = resource_folder("weights") / "tiny"
 SIZES = {"vocab_size": 300, "hidden_size": 8, "intermediate_size": 12, "head_dim": 4}
 SIZES |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -194,6 +195,7 @@ SURFACES = {
     "sweep.toml": Surface(
         partial(read_sweep, data="data"),
         [*(path.read_bytes() for path in sorted(CONFIGS.glob("ablations/[!r]*.toml"))), SWEEP],
+        {SHARED: (CONFIGS / "ablations" / SHARED).read_bytes()},
     ),
     "batch.jsonl": Surface(read_batch, [LINES]),
     "batch.csv": Surface(read_batch, [CSV]),

@@ -6,7 +6,7 @@ The same run gives the same bytes, except for the timings in the footer.
 import json
 import platform
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,8 @@ def header(
         "sampler": sampler.name,
         "sampler_parameters": dict(sorted(sampler.values.items())),
         "percentiles": dict(sorted(sampler.sampler.percentiles.items())),
-        "calibration": sampler.calibration.to_json(),
+        # Only controls of studies use the tables at each entropy.
+        "calibration": replace(sampler.calibration, at_entropy=None).to_json(),
         "seed": seed,
         "versions": {
             "entropix_jax": __version__,

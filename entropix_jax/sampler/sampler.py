@@ -223,7 +223,8 @@ class Sampler:
     def parts(self, settings: SamplerSettings) -> Parts:
         """Returns the parts of the sampler's compiled step, from its own `settings`."""
         used = {self.values["truncation.rule"]} - {NUCLEUS}
-        used |= {self.values[f"arms.{served}"] for served in SERVED}
+        starts = self.values["start.tokens"] > 0
+        used |= {self.values[f"arms.{name}"] for name in SERVED if name != "start" or starts}
         for m in self.mechanisms:
             learns = None if m.rule else m.learn
             acts = None if m.propose else m.control or m.holds

@@ -35,7 +35,7 @@ MESHES = ("data=8", "model=8", "data=2,model=4")
 BATCH, CAPACITY, STEPS = 16, 64, 16
 PROMPTS = 9  # are read at a time: the last call has room for nobody, too
 PRESETS = (LITERAL, "greedy", "document-000", "entropix")
-OFTEN = {"backspace.max_prob": 0.5, "inject.earliest": 0}
+OFTEN = {"backspace.max_prob": 0.5, "inject.earliest": 0, "start.tokens": 0}
 CONFIG = tiny_config(
     vocab_size=304, num_layers=2, num_heads=16, num_kv_heads=8, mlp_width=48, tied_head=False
 )

@@ -6,6 +6,7 @@ import base64
 import json
 import random
 import zlib
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def header(**changes: Any) -> Json:
         "sampler": "entropix",
         "sampler_parameters": dict(SAMPLER.values),
         "percentiles": dict(SAMPLER.percentiles),
-        "calibration": CALIBRATION.to_json(),
+        "calibration": replace(CALIBRATION, at_entropy=None).to_json(),
         "versions": {"entropix_jax": "0.1.0", "jax": "0.10.2"},
         "backend": "cpu",
         "prompt": "Once",
