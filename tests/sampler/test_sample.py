@@ -179,6 +179,7 @@ def test_a_row_that_has_just_asked_does_not_ask_again() -> None:
 
 # Every token is HELV, and nothing else acts.
 ALWAYS: dict[str, Any] = {
+    "start.tokens": 0,
     "regimes.lelv": ["entropy < -1"],
     "regimes.helv": [],
     "loop.max_period": 0,
