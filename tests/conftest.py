@@ -1,4 +1,4 @@
-"""What every test runs under: two CPU devices, strict types, and which tests are run or skipped."""
+"""The environment of all tests: two CPU devices, strict types, and rules for skipping tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 # JAX reads these once, when it is imported. Commands that a test starts inherit them. Programs are
-# compiled with next to no optimization, in half the time, but for tests that ask for `optimized`.
+# compiled with few optimizations, in half the time, except in tests with the fixture `optimized`.
 assert "jax" not in sys.modules, "jax was imported before tests/conftest.py could configure it"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
@@ -36,12 +36,12 @@ REQUIRE_ALL = bool(os.environ.get("ENTROPIX_REQUIRE_ALL"))
 SHARED_DATA = os.environ.get("ENTROPIX_SHARED_DATA", "")
 TASK_DATA = os.environ.get("ENTROPIX_DATA", "")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-SLOW_SECONDS = 1200  # limit of a test that takes minutes; pyproject.toml has that of the others
+SLOW_SECONDS = 1200  # limit of slow tests. pyproject.toml has the limit of all others
 BROWSER = os.environ.get("ENTROPIX_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), "")
 NO_BROWSER = f"no browser: none of {', '.join(BROWSERS)} is there, ENTROPIX_BROWSER names none"
 
-# Time is not what property tests check. A complete run draws the same examples each time, a
-# thorough one, ENTROPIX_THOROUGH times as many, others each time.
+# Property tests have no deadline. A complete run draws the same examples each time. A thorough run
+# draws ENTROPIX_THOROUGH times as many, and others each time.
 hypothesis.settings.register_profile(
     "entropix", deadline=None, derandomize=REQUIRE_ALL, max_examples=100
 )
@@ -51,14 +51,14 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("thorough" if TIMES else "entropix")
 
-# Where compiled programs are kept from one run to the next, and which.
+# Settings of the cache of compiled programs, which is kept between runs.
 PROGRAMS: dict[str, str | int | float] = {
     "jax_compilation_cache_max_size": 512 * 2**20,
     "jax_persistent_cache_min_compile_time_secs": 0.1,
     "jax_persistent_cache_min_entry_size_bytes": 0,
 }
 
-# Asking for one of these fixtures marks a test. What a marker needs, which is an extra's name.
+# The marker of tests with a fixture, and the packages that a marker needs.
 MARKER_OF_FIXTURE = {"torch": "parity", "transformers": "parity"}
 MARKER_OF_FIXTURE |= {name: name for name in ("shared_data", "task_data", "browser")}
 NEEDS = (("parity", "torch"), ("parity", "transformers"), ("browser", "playwright"))
@@ -69,32 +69,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keeps compiled programs from one run to the next, beside pytest's own cache."""
-    # A shell has what it starts in the background ignore Ctrl-C, and children inherit that.
+    """Keeps compiled programs between runs, next to pytest's own cache."""
+    # Background processes of a shell ignore Ctrl-C, and child processes inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "browser: opens pages in Chromium (the `browser` extra)")
     folder = config.cache.mkdir("jax")
-    # Nothing goes into the user's own cache. What other libraries keep there stays from one run to
-    # the next; calibrations do not: that they are made is what is tested.
+    # Tests do not write to the user's own cache. Files of other libraries are kept between runs,
+    # but calibrations are not, since tests check that they are made.
     own = config.cache.mkdir("user")
     os.environ["XDG_CACHE_HOME"] = str(own)
-    if not hasattr(config, "workerinput"):  # once, not in each process of xdist's
+    if not hasattr(config, "workerinput"):  # once, not in each process of xdist
         shutil.rmtree(own / "entropix_jax", ignore_errors=True)
-        # JAX writes the time of use last: where it is missing the program may be half written.
+        # JAX writes the time of use last. If it is missing, the program may be incomplete.
         for program in folder.glob("*-cache"):
             if not program.with_name(f"{program.name.removesuffix('-cache')}-atime").exists():
                 program.unlink(missing_ok=True)
     PROGRAMS["jax_compilation_cache_dir"] = str(folder)
     for name, value in PROGRAMS.items():
         jax.config.update(name, value)
-        # For what tests start, too: with another limit on the size it would keep other books, and
-        # nothing that comes after it would be kept.
+        # Processes of tests inherit them, too. With another size limit they would keep another
+        # index, and later programs would not be cached.
         os.environ[name.upper()] = str(value)
 
 
 @pytest.fixture
 def optimized() -> Iterator[None]:
-    """Programs are compiled as for a user."""
+    """Compiles programs with all optimizations, as for a user."""
     jax.clear_caches()
     jax.config.update("jax_disable_most_optimizations", False)
     yield
@@ -103,8 +103,8 @@ def optimized() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _compiled_programs_stay_there() -> Iterator[None]:
-    """A command that a test runs in this process may choose a folder that is gone after it."""
+def _restore_compilation_cache() -> Iterator[None]:
+    """Restores the cache of programs, since a command of a test may have chosen a temporary one."""
     yield
     for name, value in PROGRAMS.items():
         if getattr(jax.config, name) != value:
@@ -112,9 +112,8 @@ def _compiled_programs_stay_there() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks tests by their fixtures. Leaves out slow tests, and those that compile for devices,
-    unless they are asked for. A complete run leaves out those that have no data to read, or no
-    browser to open."""
+    """Marks tests by their fixtures. Deselects slow tests, and those that compile for devices,
+    unless they are requested. A complete run deselects tests whose data or browser is missing."""
     for item in items:
         for fixture in getattr(item, "fixturenames", ()):
             if fixture in MARKER_OF_FIXTURE:
@@ -137,7 +136,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips, by name, what this environment cannot run."""
+    """Skips tests whose package, data or browser is missing, with a reason."""
     for marker, name in NEEDS:
         if item.get_closest_marker(marker) and importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed: pip install -e .[{marker}]")
@@ -151,7 +150,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, Any, Any]:
-    """Turns a skipped test into a failed one where everything must run."""
+    """Turns a skipped test into a failed one if ENTROPIX_REQUIRE_ALL is set."""
     report = yield
     if REQUIRE_ALL and report.skipped and not hasattr(report, "wasxfail"):
         where = report.longrepr
@@ -186,9 +185,9 @@ def task_data() -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A headless Chromium under playwright's hands; a test that asks for it is a browser test.
+    """A headless Chromium, driven by playwright. A test with this fixture is a browser test.
 
-    One a module: while it is there, an event loop runs in this thread.
+    There is one per module, since an event loop runs in this thread meanwhile.
     """
     playwright = importlib.import_module("playwright.sync_api")
     with playwright.sync_playwright() as driver:
@@ -202,7 +201,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def watched(browser: Any) -> Iterator[Callable[..., Watched]]:
-    """Opens pages in windows of a size and colour scheme; none may complain of anything."""
+    """Opens pages in windows of a size and colour scheme, and checks that they log no message."""
     opened: list[Watched] = []
 
     def watch(width: int = 1440, height: int = 900, scheme: str = "light") -> Watched:
@@ -226,7 +225,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], folder: str) -> Callable[..., Any]:
-    """Runs the generating command in this process, by default with the test's model."""
+    """Returns a function that runs `generate` in this process, by default with the test's model."""
     from entropix_jax.__main__ import main
     from tests.support.commands import Result
 
@@ -240,14 +239,14 @@ def command(capsys: pytest.CaptureFixture[str], folder: str) -> Callable[..., An
 
 @pytest.fixture
 def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a terminal says of itself is for each test to choose."""
+    """Removes the variables of a terminal, so that each test can set its own."""
     for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "COLUMNS", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _tiny_is_the_default() -> Iterator[None]:
-    """Whether or not another model is installed."""
+    """Makes `tiny` the default model, even if another model is installed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "default_model", lambda: loading.TINY)
         yield
@@ -255,9 +254,9 @@ def _tiny_is_the_default() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs() -> Iterator[None]:
-    """Lets compiled programs go with the module that needed them.
+    """Frees the compiled programs of a module.
 
-    Each takes memory maps, some thousands a module, and Linux gives a process 65,530 of them.
+    They need some thousands of memory maps per module, and Linux limits a process to 65,530.
     """
     yield
     jax.clear_caches()

@@ -1,5 +1,5 @@
-"""The size of the house, as a ratchet: a change that needs more raises the limit here, in a commit
-of its own that says why. `python -m tests.test_budget` prints the table.
+"""Limits of the project's size. A change that needs more raises the limit here, in a separate
+commit that says why. `python -m tests.test_budget` prints the table.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def lines(paths: Iterable[Path]) -> int:
 
 
 def modules(*names: str) -> int:
-    """The lines of modules, or of folders of the package."""
+    """Returns the lines of modules, or of folders of the package."""
     starts = tuple(f"entropix_jax.{name}" for name in names)
     inside = (n for n in FILES if n in starts or n.startswith(tuple(f"{s}." for s in starts)))
     return lines(FILES[name] for name in inside)
@@ -35,7 +35,7 @@ def lines_of_closure(name: str) -> int:
 
 
 def sizes() -> dict[str, int]:
-    """Lines, unless the name says files."""
+    """Returns the sizes by name, in lines unless the name says files."""
     whole = lines(FILES.values())
     apart = modules("lab"), modules("serve", "chat")
     scripts = [path for path in files_in("scripts", "*") if "__pycache__" not in path.parts]

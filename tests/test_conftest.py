@@ -1,4 +1,4 @@
-"""A promise of conftest.py: what becomes of a skipped test."""
+"""Status of skipped tests with and without ENTROPIX_REQUIRE_ALL."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_known_to_fail(): raise AssertionError
     ("require_all", "summary"),
     [("", "1 passed, 2 skipped, 1 xfailed"), ("1", "1 failed, 1 passed, 1 deselected, 1 xfailed")],
 )
-def test_skipped_tests(tmp_path: Path, require_all: str, summary: str) -> None:
+def test_status_of_skipped_tests(tmp_path: Path, require_all: str, summary: str) -> None:
     shutil.copy(Path(__file__).parent / "conftest.py", tmp_path)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    parity\n    shared_data\n")
     (tmp_path / "test_sample.py").write_text(SAMPLE)

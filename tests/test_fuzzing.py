@@ -1,4 +1,4 @@
-"""Damaged and hostile files: each gives a right result or a UserError of one line."""
+"""Damaged and hostile files. Each gives a valid result or a one-line UserError."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.support.reports import footer, header, lines_of, run_of
 from tests.support.samplers import CALIBRATION, HOST
 from tests.support.tokenizers import byte_fallback
 
-# Every kind of file that is read from outside: its reader, valid examples, other files beside it.
+# Every kind of input file: its reader, valid examples, and other files in its folder.
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def encoded(*values: Any) -> list[bytes]:
     return [json.dumps(value, indent=1).encode() for value in values]
 
 
-SHARED = "default-smollm2.toml"  # whose settings another sweep has, too
+SHARED = "default-smollm2.toml"  # another sweep extends its settings
 TINY = resource_folder("weights") / "tiny"
 SIZES = {"vocab_size": 300, "hidden_size": 8, "intermediate_size": 12, "head_dim": 4}
 SIZES |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -110,7 +110,7 @@ sampler = "greedy"
 
 
 def read_sampler(sampler: Sampler) -> None:
-    """None of the sampler's parameters is NaN."""
+    """Checks that no setting of the sampler is NaN."""
     params = sampler.settings(**{**HOST, "encode": lambda text: [*text.encode("utf-8", "replace")]})
     assert not any(np.isnan(np.asarray(leaf, np.float64)).any() for leaf in jax.tree.leaves(params))
 
@@ -207,7 +207,7 @@ SURFACES = {
 
 
 def check_line(error: object) -> None:
-    """A user is told one line that is not too long."""
+    """Checks that an error is one line that is not too long."""
     text = str(error)
     assert len(text.splitlines()) == 1, f"not one line: {text!r}"
     assert len(text) <= 2000, f"a line of {len(text)} characters: {text[:200]!r}"
@@ -215,7 +215,7 @@ def check_line(error: object) -> None:
 
 # Damage
 
-# JSON that Python's writer does not write: it stands in place of a mark.
+# JSON that Python's writer never writes. It replaces a placeholder.
 RAW = (
     *("NaN", "Infinity", "1e999", "-0.0", "1e-400", "9" * 5000, "01", "'a'", ""),
     *("[" * 500 + "]" * 500, "[" * 100_000, '{"a":' * 500 + "1" + "}" * 500, '{"a": 1, "a": 2}'),
@@ -252,7 +252,7 @@ JUNK = st.binary(max_size=8) | st.sampled_from(
 
 @st.composite
 def damaged_bytes(draw: Any, data: bytes) -> bytes:
-    """Some bytes cut, replaced, repeated or put in."""
+    """Draws data with some bytes removed, replaced, repeated or inserted."""
     start = draw(st.integers(0, len(data)))
     end = min(len(data), start + draw(st.sampled_from([0, 1, 4, 64, len(data)])))
     part = draw(JUNK | st.just(data[start:end] * 2))
@@ -265,7 +265,7 @@ def some_key(parent: Any) -> Any:
 
 @st.composite
 def damaged_json(draw: Any, data: bytes) -> bytes:
-    """Some values replaced, renamed, removed or added."""
+    """Draws JSON with some values replaced, renamed, removed or wrapped."""
     value = json.loads(data)
     for _ in range(draw(st.integers(1, 3))):
         if not isinstance(value, dict | list) or not value:
@@ -292,7 +292,7 @@ def damaged_json(draw: Any, data: bytes) -> bytes:
 
 @st.composite
 def damaged_lines(draw: Any, data: bytes) -> bytes:
-    """A line changed, moved, repeated or lost, or one that is none put in."""
+    """Draws lines with one changed, repeated, removed, or an invalid one inserted."""
     rows = data.splitlines(keepends=True)
     at = draw(st.integers(0, len(rows) - 1))
     line = rows.pop(at)
@@ -307,7 +307,7 @@ def damaged_lines(draw: Any, data: bytes) -> bytes:
 
 @st.composite
 def damaged_toml(draw: Any, data: bytes) -> bytes:
-    """A value replaced, or a line lost, repeated or put in."""
+    """Draws TOML with a value replaced, or a line removed, repeated or inserted."""
     rows = data.decode().split("\n")
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, len(rows) - 1))
@@ -320,7 +320,7 @@ def damaged_toml(draw: Any, data: bytes) -> bytes:
 
 
 DAMAGED: dict[str, Any] = {".json": damaged_json, ".jsonl": damaged_lines, ".toml": damaged_toml}
-# What readers of text trip over, whatever the format.
+# Contents that are difficult for readers of any format.
 HOSTILE = (
     *(b"", b"\0", b"\xef\xbb\xbf", b"\xff\xfe{\0}\0", b"[]", b"{}", b"null", b"1", b'"a"', b"[[]]"),
     *(b"[" * 100_000, b'{"a":' * 3000, b"9" * 5000, b"A" * 1_000_000, b"\n" * 5000, b'"\\ud800"'),
@@ -339,7 +339,7 @@ def refused(path: Path, read: Callable[[Path], object], data: bytes) -> bool:
 
 
 @pytest.mark.parametrize("name", SURFACES)
-def test_each_file_gives_a_result_or_a_line(
+def test_each_file_gives_a_result_or_a_one_line_error(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("entropix_jax.report.page.plotly_source", bytes)
@@ -360,4 +360,4 @@ def test_each_file_gives_a_result_or_a_line(
         outcomes.append(refused(path, surface.read, data))
 
     all_of()
-    assert False in outcomes  # not so damaged that nothing is read
+    assert False in outcomes  # some damaged files are still valid

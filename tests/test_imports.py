@@ -1,4 +1,4 @@
-"""Imports point one way: from the commands down to the errors, never sideways."""
+"""Imports go only from higher to lower layers, from commands to errors."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.support.sources import FILES, IMPORTED, PACKAGE, imports_of
 
 TESTS = Path(__file__).parent
 
-# Lowest first. A module imports from its own folder and from lower layers; folders of one layer do
-# not know each other. So neither does the model know the sampler, nor the sampler the model.
+# Lowest first. A module imports from its own folder and from lower layers. Folders of one layer do
+# not import each other. The sampler thus does not import the model.
 LAYERS = (
     ("errors", "platforms", "version"),
     ("names", "stats", "accelerators"),
@@ -30,8 +30,8 @@ LAYERS = (
 FLOOR = {folder: floor for floor, folders in enumerate(LAYERS) for folder in folders}
 
 
-def is_door(name: str) -> bool:
-    """Whether a module is a way in: it may import any layer, and no layer imports it."""
+def is_entry_point(name: str) -> bool:
+    """Returns whether a module is an entry point: it imports any layer, and no layer imports it."""
     return name in ("entropix_jax", "entropix_jax.main") or name.endswith(".__main__")
 
 
@@ -39,7 +39,7 @@ def folder(name: str) -> str:
     return name.split(".")[1]
 
 
-MODULES = sorted(name for name in FILES if not is_door(name))
+MODULES = sorted(name for name in FILES if not is_entry_point(name))
 
 
 def test_every_folder_has_a_layer() -> None:
@@ -48,14 +48,14 @@ def test_every_folder_has_a_layer() -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_imports_point_down(name: str) -> None:
+def test_imports_go_to_lower_layers(name: str) -> None:
     for other in IMPORTED[name] & set(FILES) - {"entropix_jax"}:
-        assert not is_door(other), f"{name} imports the door {other}"
+        assert not is_entry_point(other), f"{name} imports the entry point {other}"
         if folder(other) != folder(name):
             assert FLOOR[folder(other)] < FLOOR[folder(name)], f"{name} imports {other}"
 
 
-def test_no_imports_in_a_circle() -> None:
+def test_no_circular_imports() -> None:
     # A package's __init__ may list its own modules.
     packages = {name: {name, name.rpartition(".")[0]} for name in MODULES}
     graph = {name: IMPORTED[name] & {*MODULES} - packages[name] for name in MODULES}
@@ -68,9 +68,9 @@ def test_model_and_sampler_meet_in_one_module() -> None:
     assert [name for name in FILES if ends <= IMPORTED[name]] == ["entropix_jax.engine.decode"]
 
 
-def test_foreign_packages() -> None:
-    """The package runs without what tests and trainings need; what pages, traces and presets share
-    imports no arrays."""
+def test_third_party_packages() -> None:
+    """The package does not import packages of tests and training. Modules shared by pages, traces
+    and presets import no arrays."""
     roots = {name: {other.partition(".")[0] for other in found} for name, found in IMPORTED.items()}
     for name in FILES:
         assert not roots[name] & {"torch", "transformers", "pytest", "hypothesis"}, name
@@ -99,7 +99,7 @@ def test_importing_is_cheap(modules: str, foreign: str) -> None:
     assert done.stdout == "set()\n"
 
 
-def test_test_modules_share_through_support_alone() -> None:
+def test_test_modules_share_code_only_through_support() -> None:
     for path in TESTS.rglob("*.py"):
         names = [n for n in imports_of(path) if re.match(r"tests\..*\b(test_|conftest)", n)]
         assert not names, path

@@ -1,4 +1,4 @@
-"""What is computed differently on a CPU and elsewhere, in programs for either."""
+"""Computations that differ between a CPU and other platforms."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ WAYS = (doubled, jax.vmap(doubled), jax.vmap(in_branch), lambda x: lax.map(in_br
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_here(way: Any) -> None:
-    """This is a CPU, in a program or not, and in a branch or not."""
+def test_for_platform_on_a_cpu(way: Any) -> None:
+    """Chooses the CPU's variant inside and outside of a program, and of a branch."""
     x = np.arange(1.0, 7.0, dtype=np.float32).reshape(2, 3)
     for call in (way, jax.jit(way)):
         np.testing.assert_array_equal(call(x), 2 * x)
 
 
-def test_nothing_of_the_choice_is_left() -> None:
+def test_compiled_programs_contain_no_choice() -> None:
     text = jax.jit(doubled).lower(np.ones(3, np.float32)).compile().as_text()
     assert text is not None
     assert "conditional" not in text
     assert "multiply" not in text
 
 
-def test_what_no_device_runs_is_not_traced() -> None:
-    """Where all devices are CPUs."""
+def test_unused_variants_are_not_traced() -> None:
+    """Only the CPU's variant is traced if all devices are CPUs."""
 
     def refuse(x: jax.Array) -> jax.Array:
         raise AssertionError("traced")
@@ -56,8 +56,8 @@ def test_what_no_device_runs_is_not_traced() -> None:
 
 
 @pytest.mark.parametrize(("platform", "lanes"), [("cpu", True), ("cuda", False), ("tpu", False)])
-def test_elsewhere(platform: str, lanes: bool) -> None:
-    """A program for a device that is not there has the sum of that device."""
+def test_programs_for_other_platforms(platform: str, lanes: bool) -> None:
+    """A program that is lowered for an absent device has the sum of that device."""
     with traced_for_all(True):
         traced = jax.jit(sum_last).trace(jax.ShapeDtypeStruct((2, 512), jnp.float32))
     text = traced.lower(lowering_platforms=(platform,)).as_text()
@@ -73,7 +73,7 @@ def test_elsewhere(platform: str, lanes: bool) -> None:
         ("gpu", "--xla_gpu_enable_command_buffer=", False),
     ],
 )
-def test_loops_are_put_in_graphs_on_a_gpu_unless_flags_say_otherwise(
+def test_loops_are_put_in_graphs_on_a_gpu_by_default(
     monkeypatch: pytest.MonkeyPatch, backend: str, flags: str, puts: bool
 ) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: backend)

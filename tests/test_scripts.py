@@ -14,7 +14,7 @@ from timing import Figures, take_turns
 from entropix_jax.errors import UserError
 from tests.support.models import tiny_config
 
-# In a scratch folder that another file also wrote to there would be two bytes.
+# If two files shared a scratch folder, there would be two bytes.
 APPENDS = "\n    printf x >> /tmp/entropix-docs && test $(wc -c </tmp/entropix-docs) = 1\n"
 OTHERS = "- a list\n    continued, no block\n\nA formula:\n\n    H = -p\n"
 
@@ -33,7 +33,7 @@ OTHERS = "- a list\n    continued, no block\n\nA formula:\n\n    H = -p\n"
         (OTHERS, (), 0, ""),
     ],
 )
-def test_a_text_is_run(
+def test_run_docs(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -42,8 +42,8 @@ def test_a_text_is_run(
     status: int,
     said: str,
 ) -> None:
-    """A README beside a page of docs that has the same text, in a folder whose name has a space;
-    each file has a scratch folder of its own."""
+    """Runs a README and a page of docs with the same text, in a folder whose name has a space. Each
+    file has its own scratch folder."""
     root = tmp_path / "a place"
     for name in ("docs", ".venv/bin"):
         (root / name).mkdir(parents=True)
@@ -69,7 +69,7 @@ def test_another_engine_that_fails_is_skipped(capsys: pytest.CaptureFixture[str]
         take_turns({"ours": fail}, 2)
 
 
-def test_the_error_of_llama_bench_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_errors_of_llama_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     command, model = tmp_path / "llama-bench", tmp_path / "model.gguf"
     command.write_text("#!/bin/sh\necho 'cannot load' >&2\nexit 1\n")
     command.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The script that loads a server with clients that vanish or read slowly, in small."""
+"""A small run of the script that loads a server with clients that vanish or read slowly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "server_load.py"
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
-def test_faults_leave_no_trace() -> None:
+def test_server_recovers_from_faulty_clients() -> None:
     command = [sys.executable, str(SCRIPT), *"faults --clients 20 --readers 4".split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr

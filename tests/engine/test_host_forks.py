@@ -30,7 +30,7 @@ from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import MAX_WIDTH
 from tests.support import reference
-from tests.support.meshes import collectives_of, two
+from tests.support.meshes import collectives_of, mesh_of_two
 from tests.support.models import teacher_forced, tiny_config
 from tests.support.runs import Spec, calibrated, ids_of, requests, set_pace
 from tests.support.samplers import EVERYTHING, LITERAL, params_of
@@ -481,7 +481,7 @@ def test_a_trace_of_moved_rows(tiny: LanguageModel, tmp_path: Any) -> None:
 
 def test_rows_move_between_devices(tiny: LanguageModel) -> None:
     """Forks of a row in the first shard are on the second one, too."""
-    mesh = two("data=2")
+    mesh = mesh_of_two("data=2")
     params = place(tiny.params, param_shardings(mesh, tiny.config))
     model = replace(tiny, params=params, mesh=mesh)
     forks: list[Row] = []
@@ -506,7 +506,7 @@ def test_devices_exchange_one_row_of_the_cache(monkeypatch: pytest.MonkeyPatch) 
     where: Any = {"mechanisms": MECHANISMS, "capacity": capacity, "dtype": jnp.dtype("float32")}
     placed = Mock(wraps=place)
     monkeypatch.setattr("entropix_jax.engine.slots.place", placed)
-    state = empty_slots(config, layout, params_of("top-p"), mesh=two("data=2"), **where)
+    state = empty_slots(config, layout, params_of("top-p"), mesh=mesh_of_two("data=2"), **where)
     assert all(len(keys.sharding.device_set) == 2 for keys in placed.call_args[0][0].cache.keys)
     jitted: Any = share_prefix
     text = jitted.lower(state, *map(jnp.int32, (0, 3, 5))).compile().as_text()

@@ -24,7 +24,7 @@ from entropix_jax.model.finite import NOWHERE
 from entropix_jax.model.mesh import place, row_shardings
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.state import init_sampler_state
-from tests.support.meshes import two
+from tests.support.meshes import mesh_of_two
 from tests.support.models import tiny_config
 from tests.support.samplers import LITERAL, params_of
 
@@ -60,7 +60,7 @@ def full(mesh: str | None) -> DecodeState:
         branch=jnp.asarray(np.where(forked, in_shard > 0, -1).astype(np.int32)),
     )
     state = replace(state, fork=fork)
-    return state if mesh is None else place(state, row_shardings(two(mesh), state))
+    return state if mesh is None else place(state, row_shardings(mesh_of_two(mesh), state))
 
 
 def arrival(preset: str = LITERAL, cached: int = 0) -> Arrival:

@@ -27,7 +27,7 @@ from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.model.params import Params
 from entropix_jax.model.write import append
 from tests.support import reference
-from tests.support.meshes import two
+from tests.support.meshes import mesh_of_two
 from tests.support.model_folders import (
     config_of_folder,
     poisoned,
@@ -169,7 +169,7 @@ def test_the_next_row_in_a_slot_is_sound(tmp_path: Path, slots: int) -> None:
 def test_non_finite_embedding_on_two_devices(tmp_path: Path, mesh: str) -> None:
     folder = write_model(tmp_path / "model", poisoned(PROMPT[AT]))
     for prompt in (PROMPT, PROMPT[: AT + 1]):  # by the prompt's reading, and by the first step
-        bad, good = run_of(load(str(folder), mesh=two(mesh)), prompt, CHECK)
+        bad, good = run_of(load(str(folder), mesh=mesh_of_two(mesh)), prompt, CHECK)
         assert bad.error == f"NaN or infinity in the embedding at position {AT}"
         assert good.finish_reason == "length"
 

@@ -19,7 +19,7 @@ from entropix_jax.model.cache import init_cache
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.model.mesh import check_mesh, param_shardings, parse_mesh, place, row_shardings
 from tests.support.eight_devices import BATCH, CAPACITY, CONFIG, MESHES, Outcome
-from tests.support.meshes import Collective, collectives_of, two
+from tests.support.meshes import Collective, collectives_of, mesh_of_two
 from tests.support.models import logits_of, run, tiny_config
 from tests.support.samplers import LANES
 
@@ -63,11 +63,11 @@ def test_a_mesh_is_read() -> None:
         assert set(mesh.devices.flat) == set(jax.devices()[:devices])
     for text in ("", "data=2,", "data=two", "data=٢", "seq=2", "data=2,data=1", "data=0"):
         with pytest.raises(UserError, match=f"^mesh '{text}': not of the form data=N,model=N$"):
-            two(text)
+            mesh_of_two(text)
     with pytest.raises(
         UserError, match="mesh 'data=2,model=2': 2 x 2 = 4 devices, but there are 2"
     ):
-        two("data=2,model=2")
+        mesh_of_two("data=2,model=2")
 
 
 @pytest.mark.parametrize(
@@ -82,14 +82,14 @@ def test_what_cannot_be_split_is_refused(
     mesh: str, changes: dict[str, int], slots: int, message: str
 ) -> None:
     with pytest.raises(UserError, match=f"^{message}"):
-        check_mesh(two(mesh), tiny_config(**changes), slots)
-    check_mesh(two(mesh), tiny_config(vocab_size=63), 4)
+        check_mesh(mesh_of_two(mesh), tiny_config(**changes), slots)
+    check_mesh(mesh_of_two(mesh), tiny_config(vocab_size=63), 4)
 
 
 def test_weights_are_loaded_onto_their_devices(tiny: LanguageModel) -> None:
     """A vocabulary that cannot be split, as this one, leaves its matrices whole, and only them."""
-    spread = load("tiny", mesh=two("model=2"))
-    wanted = jax.tree.leaves(param_shardings(two("model=2"), tiny.config))
+    spread = load("tiny", mesh=mesh_of_two("model=2"))
+    wanted = jax.tree.leaves(param_shardings(mesh_of_two("model=2"), tiny.config))
     leaves = (jax.tree.leaves(model.params) for model in (tiny, spread))
     for one, other, sharding in zip(*leaves, wanted, strict=True):
         assert other.sharding == sharding
@@ -100,9 +100,9 @@ def test_weights_are_loaded_onto_their_devices(tiny: LanguageModel) -> None:
     assert {layer.output, layer.down} == {P(None, "model")}
     assert {layer.attention_norm, layer.mlp_norm, specs.final_norm, specs.embedding} == {P()}
     even = tiny_config(vocab_size=64)
-    assert param_shardings(two("model=2"), even).embedding.spec == P("model")
-    assert param_shardings(two("data=2"), even).embedding.spec == P()
-    narrow = load("tiny", dtype="bfloat16", mesh=two("model=2")).params.layers[0].gate
+    assert param_shardings(mesh_of_two("model=2"), even).embedding.spec == P("model")
+    assert param_shardings(mesh_of_two("data=2"), even).embedding.spec == P()
+    narrow = load("tiny", dtype="bfloat16", mesh=mesh_of_two("model=2")).params.layers[0].gate
     np.testing.assert_array_equal(narrow, tiny.params.layers[0].gate.astype(jnp.bfloat16))
     assert load("tiny", mesh=parse_mesh(None, jax.devices()[:1])).mesh is None
 
@@ -123,7 +123,7 @@ def test_the_embedded_model_s_logits(mesh: str, weights: str, length: int) -> No
         hidden, _, _ = run(model.params, model.config, tokens, count, cache, window=length)
         return np.asarray(logits_of(model.params, hidden))
 
-    one, spread = logits(load("tiny", weights)), logits(load("tiny", weights, two(mesh)))
+    one, spread = logits(load("tiny", weights)), logits(load("tiny", weights, mesh_of_two(mesh)))
     assert np.abs(one - spread)[[0, 1], count - 1].max() <= 1e-5 * np.abs(one).max()
 
 

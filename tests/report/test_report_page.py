@@ -25,12 +25,12 @@ from entropix_jax.sampler.presets import load_sampler, parse_setting
 from entropix_jax.sampler.regimes import classify
 from tests.support.browser import (
     Watched,
+    check_contrast,
+    check_layout,
     each,
     frames,
-    nothing_is_cut_off,
     plot,
     reloaded,
-    texts_stand_out,
     watched_page,
 )
 from tests.support.reports import (
@@ -123,8 +123,8 @@ def test_nothing_is_cut_off(
     assert page.locator("#plane .scatterlayer .trace").count() > 5
     page.locator("#attention").scroll_into_view_if_needed()
     page.wait_for_selector("#heat .heatmaplayer image")
-    nothing_is_cut_off(page, width)
-    texts_stand_out(page, "#legend .token, #legend .muted, main .about, main .muted, .marks li")
+    check_layout(page, width)
+    check_contrast(page, "#legend .token, #legend .muted, main .about, main .muted, .marks li")
     assert page.locator("main > .panel:not([hidden])").count() == 9
     assert one.requests == [run[0].as_uri()]
 

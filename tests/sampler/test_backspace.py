@@ -23,7 +23,7 @@ from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import MAX_DRAWS
 from entropix_jax.sampler.state import Proposal, Tally
 from tests.support.chains import BOUNDS, CONFIG, TYPES, Chain, chain, regime_of
-from tests.support.draw_oracles import Kept, uniform_numbers
+from tests.support.draw_oracles import KeptTokens, uniform_numbers
 from tests.support.reference import entropy_bits, log_softmax, varentropy_bits
 from tests.support.samplers import (
     BATCH,
@@ -170,9 +170,9 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
         key = row_key(job.seed, job.row_id)
         numbers = uniform_numbers(key, len(tokens), stream, MAX_DRAWS, len(at.banned))[:count]
         if values["truncation.rule"] == "mirostat" and proposal.temperature > 0:
-            kept = Kept.of("mirostat", seen(at), float(proposal.temperature), at.mu)
+            kept = KeptTokens.of("mirostat", seen(at), float(proposal.temperature), at.mu)
         else:
-            kept = Kept.of_nucleus(seen(at), jax.tree.map(np.atleast_1d, proposal))
+            kept = KeptTokens.of_nucleus(seen(at), jax.tree.map(np.atleast_1d, proposal))
         return max(kept.drawn(numbers), key=lambda token: logits[token])
 
     def learned(at: Position, proposal: Proposal, token: int) -> float:

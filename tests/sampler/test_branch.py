@@ -22,7 +22,7 @@ from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import MAX_DEPTH, MAX_WIDTH
 from entropix_jax.sampler.state import Step
 from tests.support.chains import BOUNDS, CONFIG, TYPES, VOCAB, chain, regime_of
-from tests.support.draw_oracles import Kept, uniform_numbers
+from tests.support.draw_oracles import KeptTokens, uniform_numbers
 from tests.support.reference import entropy_bits, log_softmax, varentropy_bits
 from tests.support.samplers import (
     BATCH,
@@ -179,7 +179,7 @@ def roll_out(case: Case, number: int, token: int) -> tuple[list[int], float]:
             following = int(likeliest_first(here.logits, 1)[0])
         else:
             u = here.uniforms(STREAM_ROLLOUT, MAX_WIDTH)[number : number + 1]
-            kept = Kept.of_nucleus(here.logits, proposal_of(temperature, **base))
+            kept = KeptTokens.of_nucleus(here.logits, proposal_of(temperature, **base))
             (following,) = kept.drawn(u)
         tokens, before = [*tokens, following], here
 

@@ -32,7 +32,7 @@ from tests.support.draw_oracles import (
     LLAMA3,
     NUMBERS,
     Drawn,
-    Kept,
+    KeptTokens,
     draw_rows,
     nucleus_draw,
     settings_of,
@@ -125,10 +125,10 @@ def check_nucleus(logits: np.ndarray, setting: Setting, left: Any, ids: Any, uni
     """The row's set and draws are those of its min-p; of tokens that lie right at that bound any
     number may have fallen either way."""
 
-    def oracle(**changes: float) -> Kept:
+    def oracle(**changes: float) -> KeptTokens:
         values = {**vars(setting), **changes}
         names = ("temperature", "top_k", "top_p", "min_p")
-        return Kept.of_nucleus(logits, proposal_of(**{name: values[name] for name in names}))
+        return KeptTokens.of_nucleus(logits, proposal_of(**{name: values[name] for name in names}))
 
     try:
         oracle().check(left, ids, uniforms)
@@ -154,7 +154,7 @@ def check_row(logits: np.ndarray, setting: Setting, left: Any, ids: Any, uniform
         check_nucleus(logits, setting, left, ids, uniforms)
     else:
         temperature, number = np.float32(setting.temperature), np.float32(setting.number)
-        oracle = Kept.of(setting.rule, logits, float(temperature), float(number))
+        oracle = KeptTokens.of(setting.rule, logits, float(temperature), float(number))
         oracle.check(left, ids, uniforms)
 
 

@@ -27,7 +27,7 @@ from tests.support.draw_oracles import (
     LLAMA3,
     NUMBERS,
     Drawn,
-    Kept,
+    KeptTokens,
     below_one,
     entropy,
     mirostat,
@@ -73,10 +73,10 @@ def zipf(number: int, exponent: float) -> np.ndarray:
 # Single rules, at random
 
 
-def oracle_of(rule: str, logits: np.ndarray, temperature: float, number: float) -> Kept:
+def oracle_of(rule: str, logits: np.ndarray, temperature: float, number: float) -> KeptTokens:
     """Of one row, at the numbers in float32. That of `nucleus` is its top-p."""
     given = (0, np.float32(number), 0.0) if rule == "nucleus" else (np.float32(number),)
-    return Kept.of(rule, logits, *map(float, (np.float32(temperature), *given)))
+    return KeptTokens.of(rule, logits, *map(float, (np.float32(temperature), *given)))
 
 
 @pytest.mark.parametrize("rule", NUMBERS)
@@ -304,7 +304,7 @@ def test_a_run_of_mirostat(target: float, exponent: float) -> None:
     mus, kept, surprises = (np.asarray(x) for x in record)
 
     exact = logits.astype(np.float64)
-    probabilities, oracle = softmax(exact, 1.0), Kept.of("mirostat", logits, 1.0, 0.0)
+    probabilities, oracle = softmax(exact, 1.0), KeptTokens.of("mirostat", logits, 1.0, 0.0)
 
     def after(mu: float, uniform: float) -> tuple[int, int, float]:
         """Returns the fewest and the most tokens that `mu` keeps, and the next `mu`."""
@@ -343,32 +343,32 @@ def step(logits: jax.Array, uniforms: jax.Array, params: SamplerSettings) -> Dra
     return truncated_draw(logits, proposal, uniforms, params)
 
 
-def nucleus(**settings: float) -> Callable[[np.ndarray], Kept]:
-    return lambda logits: Kept.of_nucleus(logits, proposal_of(**settings))
+def nucleus(**settings: float) -> Callable[[np.ndarray], KeptTokens]:
+    return lambda logits: KeptTokens.of_nucleus(logits, proposal_of(**settings))
 
 
-def edt(logits: np.ndarray) -> Kept:
+def edt(logits: np.ndarray) -> KeptTokens:
     nats = entropy(softmax(logits.astype(np.float64), 1.0))
     temperature = 0.8 ** (0.1 / nats) if nats > 0 else 0.0
-    return Kept.of_nucleus(logits, proposal_of(temperature, top_p=0.95))
+    return KeptTokens.of_nucleus(logits, proposal_of(temperature, top_p=0.95))
 
 
-def dynatemp(logits: np.ndarray) -> Kept:
+def dynatemp(logits: np.ndarray) -> KeptTokens:
     share = entropy(softmax(logits.astype(np.float64), 1.0)) / math.log(1000)
-    return Kept.of_nucleus(logits, proposal_of(2 * share, min_p=0.1))
+    return KeptTokens.of_nucleus(logits, proposal_of(2 * share, min_p=0.1))
 
 
-def forking(logits: np.ndarray) -> Kept:
+def forking(logits: np.ndarray) -> KeptTokens:
     forks = entropy(softmax(logits.astype(np.float64), 1.0)) > 0.97 * math.log(2)
-    return Kept.of_nucleus(logits, proposal_of(1.0 if forks else 0.6, top_p=0.95))
+    return KeptTokens.of_nucleus(logits, proposal_of(1.0 if forks else 0.6, top_p=0.95))
 
 
-def rule(name: str, number: float) -> Callable[[np.ndarray], Kept]:
-    return lambda logits: Kept.of(name, logits, 1.0, number)
+def rule(name: str, number: float) -> Callable[[np.ndarray], KeptTokens]:
+    return lambda logits: KeptTokens.of(name, logits, 1.0, number)
 
 
 # What may be drawn, by what the descriptions say.
-ORACLES: dict[str, Callable[[np.ndarray], Kept]] = {
+ORACLES: dict[str, Callable[[np.ndarray], KeptTokens]] = {
     "greedy": nucleus(temperature=0.0),
     "temperature": nucleus(temperature=0.7),
     "top-k": nucleus(top_k=40),
@@ -400,7 +400,7 @@ def test_draws(name: str) -> None:
     drawn = step(jnp.asarray(logits), jnp.asarray(uniforms), params)
     left = np.asarray(drawn.left) > -np.inf
 
-    def fits(oracle: Callable[[np.ndarray], Kept]) -> bool:
+    def fits(oracle: Callable[[np.ndarray], KeptTokens]) -> bool:
         try:
             for row in range(ROWS):
                 ids, uniform = np.asarray(drawn.ids[row]), uniforms[row].astype(np.float64)

@@ -22,7 +22,7 @@ from entropix_jax.serve.request import choose_method
 from entropix_jax.serve.responses import Responses
 from entropix_jax.serve.schema import ApiError, Body, Chat, Completion, Score, parse
 from entropix_jax.serve.wire import MAX_BYTES
-from tests.support.servers import CONTEXT, TOP, serve, standing_in
+from tests.support.servers import CONTEXT, TOP, fake_server, serve
 
 Ask = Callable[..., httpx.Response]
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "Guests:"}
@@ -51,7 +51,7 @@ def search(**own: Any) -> dict[str, Any]:
 
 def asking(model: LanguageModel, **options: Any) -> Iterator[Ask]:
     """Sends a request to an application in this process, whose rows have no tokens."""
-    with standing_in(model, queue=200, **options) as (engine, _, client), asyncio.Runner() as loop:
+    with fake_server(model, queue=200, **options) as (engine, _, client), asyncio.Runner() as loop:
         engine.step(10**6)
 
         async def ask(method: str, path: str, **given: Any) -> httpx.Response:

@@ -17,11 +17,11 @@ from entropix_jax.model.loading import LanguageModel
 from entropix_jax.serve.schema import ApiError
 from entropix_jax.serve.worker import Ticket, Update, Worker
 from tests.support.runs import unrun
-from tests.support.servers import StandIn, standing_in, wait_until
+from tests.support.servers import FakeEngine, fake_server, wait_until
 
 pytestmark = pytest.mark.anyio
 Client = Callable[[], httpx.AsyncClient]
-Standing = tuple[StandIn, Worker, Client]
+Standing = tuple[FakeEngine, Worker, Client]
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "Guests:", "max_tokens": 2}
 SEARCH = {"method": "self-consistency", "forks": 2, "vote": True}
 limited = pytest.mark.parametrize("standing", [{"limit": 0.1}], indirect=True)
@@ -37,7 +37,7 @@ def anyio_backend() -> str:
 @pytest.fixture
 def standing(tiny: LanguageModel, request: pytest.FixtureRequest) -> Iterator[Standing]:
     """A stand-in, its worker, and clients. The parameter has options of the application."""
-    with standing_in(tiny, **getattr(request, "param", {})) as found:
+    with fake_server(tiny, **getattr(request, "param", {})) as found:
         yield found
 
 
@@ -156,7 +156,7 @@ async def test_an_engine_that_fails(
     """Running rows end with an error, and the next ones run."""
     engine, worker, client = standing
     async with client() as ask:
-        body = {**BODY, "prompt": [StandIn.DEFECT], "stream": stream, "entropix": own}
+        body = {**BODY, "prompt": [FakeEngine.DEFECT], "stream": stream, "entropix": own}
         answer = await ask.post("/v1/completions", json=body)
         assert answer.status_code == (200 if stream else 500)
         error = json.loads(answer.text.strip().removeprefix("data: "))["error"]

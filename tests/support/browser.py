@@ -1,4 +1,4 @@
-"""Opens pages in a browser and watches what they do."""
+"""Opens pages in a browser, and records their requests and messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Watched:
 
 @contextmanager
 def watched_page(browser: Any, path: Path) -> Iterator[Any]:
-    """A page opened once for many tests; it must make no other request and log nothing."""
+    """Yields a page for many tests. It must send no other request and log nothing."""
     watched = Watched(browser, viewport={"width": 1440, "height": 900})
     yield watched.open(path)
     assert watched.messages == []
@@ -41,20 +41,20 @@ def watched_page(browser: Any, path: Path) -> Iterator[Any]:
 
 
 def reloaded(page: Any) -> Any:
-    """The page in its first state."""
+    """Reloads the page and returns it."""
     page.reload()
     page.wait_for_selector("html[data-ready]", timeout=60_000)
     return page
 
 
 def each(page: Any, selector: str, expression: str) -> list[Any]:
-    """A JavaScript expression of `node`, for each element."""
+    """Returns the value of a JavaScript expression of `node` for each element."""
     nodes = page.locator(selector)
     return list(nodes.evaluate_all(f"(nodes) => nodes.map((node) => {expression})"))
 
 
 def plot(page: Any, name: str, expression: str) -> Any:
-    """A JavaScript expression of a plot's `data` and `layout`."""
+    """Returns the value of a JavaScript expression of a plot's `data` and `layout`."""
     return page.locator(f"#{name}").evaluate(f"({{data, layout}}) => {expression}")
 
 
@@ -63,8 +63,8 @@ def frames(page: Any) -> None:
     page.evaluate("() => new Promise((done) => requestAnimationFrame(() => setTimeout(done, 60)))")
 
 
-def nothing_is_cut_off(page: Any, width: int) -> None:
-    """No horizontal scrolling, overlapping panels or clipped text."""
+def check_layout(page: Any, width: int) -> None:
+    """Checks that there is no horizontal scrolling, overlapping panel or clipped text."""
     assert page.evaluate("document.documentElement.scrollWidth") == width
     boxes = page.evaluate(
         """() => [...document.querySelectorAll("main > .panel:not([hidden])")].map((node) => {
@@ -89,8 +89,8 @@ def nothing_is_cut_off(page: Any, width: int) -> None:
     assert wide == []
 
 
-def texts_stand_out(page: Any, selector: str) -> None:
-    """WCAG's contrast, 4.5, between texts and their background on a panel."""
+def check_contrast(page: Any, selector: str) -> None:
+    """Checks WCAG's contrast of 4.5 between texts and their background on a panel."""
     colours = page.evaluate(
         """(selector) => {
             const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
@@ -109,7 +109,7 @@ def texts_stand_out(page: Any, selector: str) -> None:
 
 
 def contrast(one: Sequence[float], other: Sequence[float]) -> float:
-    """WCAG 2.2's contrast ratio of two sRGB colours."""
+    """Returns WCAG 2.2's contrast ratio of two sRGB colours."""
     colours = np.array([one, other]) / 255
     linear = np.where(colours <= 0.04045, colours / 12.92, ((colours + 0.055) / 1.055) ** 2.4)
     dark, light = sorted(linear @ [0.2126, 0.7152, 0.0722])

@@ -1,4 +1,4 @@
-"""A model that looks at the last token alone: a table of logits is all that an oracle needs."""
+"""A model that depends only on the last token, so that an oracle needs only a table of logits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,10 +14,10 @@ from tests.support.samplers import tiny_model
 
 CONFIG, RANDOM = tiny_model()
 VOCAB = CONFIG.vocab_size
-TYPES = CONFIG.width  # tokens whose ids differ by a multiple of it are followed by the same
+TYPES = CONFIG.width  # tokens whose ids differ by a multiple of it have the same logits
 
-# Each box is a stretch of entropies, and a chain has logits in the middle of each: so many tokens
-# that are about as likely.
+# Each box is a range of entropies. A chain has logits in the middle of each, given by the number of
+# about equally likely tokens.
 BOUNDS: Mapping[str, Any] = {
     "regimes.lelv": ["entropy < 1"],
     "regimes.helv": ["entropy > 1", "entropy < 2"],
@@ -38,8 +38,8 @@ class Chain:
         return self.table[token % TYPES]
 
     def heard(self, token: int, epsilon: float) -> np.ndarray:
-        """The log-probabilities after a token, without those under the noise floor; without a
-        floor where epsilon is 0."""
+        """Returns log-probabilities after a token, -inf below the noise floor. An epsilon of 0
+        disables the floor."""
         logits = self.logits(token)
         log_probs = log_softmax(logits)
         audible = log_probs >= np.log(epsilon or 1e-300) - 0.5 * np.log(logits.size)
@@ -47,15 +47,15 @@ class Chain:
 
 
 def regime_of(log_probs: np.ndarray) -> str:
-    """Under BOUNDS."""
+    """Returns the regime with BOUNDS."""
     entropy = entropy_bits(np.exp(log_probs))
     assert all(abs(entropy - bound) > 0.01 for bound in (1, 2, 3, 4)), "too close to tell"
     return REGIMES[min(int(entropy), 4)]
 
 
 def chain(kinds: Sequence[str], seed: int = 0) -> Chain:
-    """A chain in which a token of type i is followed by a distribution of the regime `kinds[i]`;
-    where that is LELV, most likely by a token of the next type."""
+    """Returns a chain in which a token of type i is followed by a distribution of the regime
+    `kinds[i]`. For LELV, the most likely token has the next type."""
     rng = np.random.default_rng(seed)
     table = -12 + rng.normal(size=(TYPES, VOCAB))
     for i, (row, kind) in enumerate(zip(table, kinds, strict=True)):
@@ -64,7 +64,7 @@ def chain(kinds: Sequence[str], seed: int = 0) -> Chain:
             order = np.roll(order, -int(np.argmax(order % TYPES == (i + 1) % TYPES)))
             row[order[1:11]] = -6 + 0.5 * rng.normal(size=10)
         row[order[: LIKELY[kind]]] = rng.uniform(0, 0.5, LIKELY[kind])
-    # The norm of a one-hot row, which is all that reaches the head.
+    # The norm of a one-hot row, which is the only input of the head.
     scale = 1 / np.sqrt(1 / TYPES + CONFIG.norm_eps)
     head = (table.T / scale).astype(np.float32)
     params = replace(

@@ -1,4 +1,4 @@
-"""Runs commands in this process, and checks how they refuse bad input."""
+"""Runs commands in this process, and checks their errors."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Result(NamedTuple):
 
 
 Command = Callable[..., Result]  # runs a command in this process
-Start = Callable[..., subprocess.Popen[bytes]]  # starts one in a process of its own
+Start = Callable[..., subprocess.Popen[bytes]]  # starts a command in another process
 
 
 def run_command(*arguments: object) -> Result:
-    """The command line, from a subcommand's name on."""
+    """Runs the command line, from a subcommand's name on."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = main([str(argument) for argument in arguments])
@@ -32,7 +32,7 @@ def run_command(*arguments: object) -> Result:
 
 
 def refusal(result: Result) -> str:
-    """The one line of an error, after any notes."""
+    """Checks that a command failed with one error line, and returns that line."""
     assert (result.status, result.out) == (EXIT_USAGE, "")
     *notes, line = result.err.splitlines()
     assert line.startswith("error: ")
@@ -41,7 +41,7 @@ def refusal(result: Result) -> str:
 
 
 def one_error(result: Result, message: str) -> None:
-    """The error's line is all that the command says."""
+    """Checks that the only output is an error line with this message."""
     assert message in refusal(result)
     assert len(result.err.splitlines()) == 1
 
@@ -50,5 +50,5 @@ PROMPT = "Once upon a time"
 
 
 def short(*arguments: object, tokens: int = 12) -> list[object]:
-    """A plain prompt and a few tokens, whatever they are."""
+    """Returns arguments for a plain prompt and a few tokens, with end tokens ignored."""
     return ["--prompt", PROMPT, "--no-chat", "--ignore-eos", "--max-new-tokens", tokens, *arguments]

@@ -1,4 +1,4 @@
-"""A disk that is full."""
+"""A full disk."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def full_disk(size: int) -> Iterator[None]:
-    """No file may grow beyond `size` bytes, as on a disk that is full. What is run here should be
-    compiled: the tests' cache of programs is on that disk."""
+    """Limits files to `size` bytes, as on a full disk. Programs must already be compiled, since the
+    limit also applies to the tests' compilation cache."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:

@@ -1,4 +1,4 @@
-"""What a row may draw, in float64 by sorting: each truncation rule by its paper."""
+"""Float64 oracles of the truncation rules, which sort, and follow the papers."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from entropix_jax.sampler.settings import Parts, SamplerSettings
 from entropix_jax.sampler.state import Proposal
 from tests.support.samplers import LITERAL, NAMES, PARTS, contexts_of, params_of
 
-TOLERANCE = 1e-5  # of the cumulated mass around p, within which a token may fall either way
-SLACK = 1e-5  # nats: information contents this close to equally far from H may stand either way
+TOLERANCE = 1e-5  # of the cumulated mass around p, within which a token may be kept or dropped
+SLACK = 1e-5  # nats: tokens whose distances from H differ by less may be in either order
 LAST = float(np.float32(1 - 2**-24))  # the largest number below 1
 LLAMA3 = 128_256
 
 
 @struct.dataclass
 class Drawn:
-    """What rows draw, and the logits that they draw from."""
+    """Sampled ids, and the truncated logits."""
 
     ids: jax.Array  # int32 [B, n]
-    left: jax.Array  # float32 [B, V], -inf for what is not left
+    left: jax.Array  # float32 [B, V], -inf for dropped tokens
 
     @property
     def kept(self) -> np.ndarray:
-        """How many tokens are left: [B]."""
+        """The number of kept tokens, [B]."""
         return np.sum(np.asarray(self.left) > -np.inf, axis=-1)
 
 
@@ -43,7 +43,7 @@ def draw_rows(
     settings: SamplerSettings,
     parts: Parts = PARTS,
 ) -> Drawn:
-    """What rows draw that have written nothing yet."""
+    """Truncates and samples for rows without history."""
     contexts = replace(contexts_of(proposal, settings, logits), parts=parts)
     left = jax.vmap(lambda *row: truncate(*row)[0])(logits, contexts)
     return Drawn(jax.vmap(draw_tokens)(left, uniforms), left)
@@ -56,7 +56,7 @@ truncated_draw = jax.jit(draw_rows, static_argnames="parts")
 
 
 def below_one(uniforms: np.ndarray) -> np.ndarray:
-    """Uniform numbers as float32, none of them rounded up to 1."""
+    """Converts uniform numbers to float32, without rounding up to 1."""
     return np.minimum(uniforms.astype(np.float32), np.float32(LAST))
 
 
@@ -66,13 +66,13 @@ _uniforms: Callable[..., jax.Array] = jax.jit(uniforms, static_argnums=4)
 def uniform_numbers(
     key: np.ndarray, position: int, stream: int, number: int, attempt: int = 0
 ) -> np.ndarray:
-    """The numbers of an attempt at a position, by default the first: float64 [number]."""
+    """Returns uniform numbers for a position, and an attempt at it: float64 [number]."""
     args = (np.int32(x) for x in (position, attempt, stream))
     return np.asarray(_uniforms(key, *args, number), np.float64)
 
 
 def random_logits(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
-    """Flat and peaked rows, a third of them full of ties, a third with impossible tokens."""
+    """Returns flat and peaked rows, a third with ties, a third with logits of -inf."""
     logits = rng.normal(size=(rows, vocab)) * rng.choice([0, 0.1, 1, 3, 8], size=(rows, 1))
     logits[::3] = np.round(2 * logits[::3]) / 2
     holes = rng.random((rows, vocab)) < rng.choice([0.3, 0.9], size=(rows, 1))
@@ -81,8 +81,8 @@ def random_logits(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray
     return np.where(holes, -np.inf, logits).astype(np.float32)
 
 
-# What a row's rule is set to: the field of its number. For mirostat that is mu, twice the target;
-# that of p_less is a flag, and ees has none.
+# The field of each rule's parameter. For mirostat the parameter is mu, twice the target. For p_less
+# it is a flag, and ees has no parameter.
 NUMBER = {
     "top_n_sigma": "sigmas",
     "typical": "mass",
@@ -97,7 +97,7 @@ NUMBER = {
 
 
 def settings_of(rules: Any, numbers: Any) -> SamplerSettings:
-    """The settings of rows with these rules and numbers; what is not the row's is NaN."""
+    """Returns settings of rows with these rules and parameters. Those of other rules are NaN."""
     rules, numbers = np.broadcast_arrays(np.atleast_1d(rules), np.atleast_1d(numbers))
 
     settings = jax.tree.map(
@@ -114,14 +114,14 @@ def settings_of(rules: Any, numbers: Any) -> SamplerSettings:
 
 
 def nucleus_draw(logits: Any, proposal: Proposal, uniforms: Any) -> Drawn:
-    """The draw under min-p, top-k and top-p."""
+    """Truncates by min-p, top-k and top-p, and samples."""
     settings = settings_of(["nucleus"] * logits.shape[0], np.nan)
     return truncated_draw(jnp.asarray(logits), proposal, jnp.asarray(uniforms), settings)
 
 
-# Oracles. Each is given the logits of the tokens that are possible, the temperature and the rule's
-# number, and returns the key that the tokens are ordered by, lowest first, and the fewest and the
-# most that may be kept, which differ where rounding decides.
+# Oracles. Each receives the finite logits, the temperature and the rule's parameter, and returns
+# the sort key of the tokens, lowest first, and the minimum and maximum number of kept tokens, which
+# differ only by rounding.
 
 Outcome = tuple[np.ndarray, int, int]
 
@@ -136,7 +136,7 @@ def entropy(p: np.ndarray) -> float:
 
 
 def top_n_sigma(logits: np.ndarray, temperature: float, sigmas: float) -> Outcome:
-    # What is farther than 1e15 is taken for as far, for the sum of the squares to be a float32.
+    # Distances are at most 1e15, so that the sum of the squares does not overflow float32.
     tempered = np.maximum(logits - logits.max(), -1e15) / temperature
     deviation = np.sqrt(np.mean((tempered - np.mean(tempered)) ** 2))
     threshold = tempered.max() - sigmas * deviation
@@ -147,7 +147,7 @@ def top_n_sigma(logits: np.ndarray, temperature: float, sigmas: float) -> Outcom
 
 def typical(logits: np.ndarray, temperature: float, mass: float) -> Outcome:
     p = softmax(logits, temperature)
-    content = -np.log(p.max()) - (logits - logits.max()) / temperature  # -ln p, where p is 0 too
+    content = -np.log(p.max()) - (logits - logits.max()) / temperature  # -ln p, even if p is 0
     distance = np.abs(content - entropy(p))
 
     def number(shift: float, mass: float) -> int:
@@ -163,7 +163,7 @@ def typical(logits: np.ndarray, temperature: float, mass: float) -> Outcome:
 
 
 def at_least(logits: np.ndarray, p: np.ndarray, threshold: float, error: float = 0.0) -> Outcome:
-    """The likeliest and those with `p >= threshold`, of which the last `error` is rounding."""
+    """Keeps the top tokens and those with `p >= threshold`, up to a rounding error of `error`."""
     error += TOLERANCE * threshold
     first = logits >= logits.max()
     fewest, most = (int(np.sum(first | (p >= threshold + e))) for e in (error, -error))
@@ -189,12 +189,12 @@ def p_less(logits: np.ndarray, temperature: float, norm: float) -> Outcome:
     collision = float(np.sum(p**2))
     if not norm or p.size == 1:
         return at_least(logits, p, collision)
-    # A small difference of large numbers where the tokens are much alike.
+    # A small difference of large values if the tokens are about equally likely.
     return at_least(logits, p, (p.size * collision - 1) / (p.size - 1), TOLERANCE * collision)
 
 
 def prefix_entropies(logits: np.ndarray, temperature: float) -> tuple[np.ndarray, np.ndarray]:
-    """The entropy of each number of the likeliest tokens, renormalised, and their mass."""
+    """Returns the renormalised entropy and the mass of each top-k prefix."""
     p = np.sort(softmax(logits, temperature))[::-1]
     content = p * np.log(np.where(p > 0, p, 1.0))
     mass = np.cumsum(p)
@@ -218,7 +218,7 @@ def ees(logits: np.ndarray, temperature: float, _: float = 0.0) -> Outcome:
 def min_k(logits: np.ndarray, temperature: float, tau: float) -> Outcome:
     row = np.sort(logits)[::-1]
     width = row[0] - row[-1]
-    # What is farther than 1e15 is taken for as far.
+    # Distances are at most 1e15.
     falls = np.minimum(row[:-1] - row[1:], 1e15) / np.arange(1, row.size)
     error = 1e-6 * falls.max(initial=0.0)
     cliffs = 1 + np.flatnonzero(falls >= falls.max(initial=0.0) - error)
@@ -241,12 +241,12 @@ def mirostat(logits: np.ndarray, temperature: float, mu: float) -> Outcome:
     epsilon = s - 1
     if number == 1:
         return -logits, 1, 1
-    if s == 0:  # the limit of a number to the power of 1 / s: 0 or infinite, but at 1
+    if s == 0:  # the limit of x ** (1 / s): 0 or infinite, except at 1
         few, many = 2**mu <= number - 1, 2**mu >= number - 1
         return -logits, 1 if few else number, number if many else 1
     scale = np.log(number) if epsilon == 0 else (1 - float(number) ** -epsilon) / epsilon
     log_k = (mu * np.log(2) - np.log(scale)) / s
-    # The logarithm of a scale near 1 is rounded like the 1, not like its own small value.
+    # The logarithm of a scale near 1 has the rounding error of 1.
     error = TOLERANCE * (1 + max(1, abs(mu * np.log(2)) + abs(np.log(scale))) / s)
     fewest, most = (
         int(np.clip(np.round(np.exp(min(log_k + e, 50.0))), 1, number)) for e in (-error, error)
@@ -296,8 +296,8 @@ NUMBERS: dict[str, list[float]] = {
 
 
 @dataclass
-class Kept:
-    """What one row may draw: the possible tokens in the rule's order, and how many it keeps."""
+class KeptTokens:
+    """The finite tokens of one row in the rule's order, and the number that it keeps."""
 
     rank: np.ndarray  # of each token of the vocabulary
     key: np.ndarray
@@ -305,20 +305,20 @@ class Kept:
     mass: np.ndarray
     fewest: int
     most: int
-    slack: float  # tokens whose keys are this close may stand either way
+    slack: float  # tokens whose keys are this close may be in either order
 
     @classmethod
-    def of(cls, rule: str, logits: np.ndarray, temperature: float, *numbers: float) -> Kept:
-        """Of logits from the likeliest down, divided by the temperature, as float32 has them: what
-        overflows is as good as impossible."""
+    def of(cls, rule: str, logits: np.ndarray, temperature: float, *numbers: float) -> KeptTokens:
+        """Applies a rule's oracle to logits minus their maximum, divided by the temperature in
+        float32. Overflow counts as -inf."""
         with np.errstate(over="ignore"):
             gaps = (logits - logits.max()).astype(np.float32) / np.float32(temperature)
         ids = np.flatnonzero(gaps > -np.inf)
         possible = gaps[ids].astype(np.float64)
-        # The range that min_k looks at is of the logits themselves.
+        # min_k uses the range of the logits before the temperature.
         scale = float(np.float32(temperature)) if rule == "min_k" else 1.0
         key, fewest, most = ORACLES[rule](possible * scale, 1.0, *numbers)
-        places = np.lexsort((ids, -possible, key))  # of a tie the likelier, then the lower id
+        places = np.lexsort((ids, -possible, key))  # ties: higher logit, then lower id
         rank = np.full(logits.size, ids.size)
         rank[ids[places]] = np.arange(ids.size)
         mass = softmax(possible, 1.0)[places]
@@ -326,8 +326,8 @@ class Kept:
         return cls(rank, key[places], possible[places], mass, fewest, most, slack)
 
     @classmethod
-    def of_nucleus(cls, logits: np.ndarray, proposal: Proposal) -> Kept:
-        """By the float32 numbers of a proposal's first row."""
+    def of_nucleus(cls, logits: np.ndarray, proposal: Proposal) -> KeptTokens:
+        """Applies the nucleus oracle to the float32 values of a proposal's first row."""
         columns = (proposal.temperature, proposal.top_k, proposal.top_p, proposal.min_p)
         temperature, top_k, top_p, min_p = (float(column[0]) for column in columns)
         if temperature == 0:
@@ -335,11 +335,11 @@ class Kept:
         return cls.of("nucleus", logits, temperature, top_k, top_p, min_p)
 
     def by_id(self, number: int) -> np.ndarray:
-        """The ids of the first `number` tokens, in the order in which a draw cumulates them."""
+        """Returns the ids of the first `number` tokens, in the order of cumulation."""
         return np.sort(np.argsort(self.rank, kind="stable")[:number])
 
     def drawn(self, numbers: np.ndarray) -> list[int]:
-        """The token that is drawn at each uniform number."""
+        """Returns the token for each uniform number."""
 
         def of(number: int) -> list[int]:
             order = self.by_id(number)
@@ -353,18 +353,18 @@ class Kept:
 
     @property
     def decided(self) -> bool:
-        """Whether rounding has no say in which tokens are kept."""
-        gap = np.diff(self.key)[self.most - 1 : self.most]  # none where all are kept
+        """Whether the kept tokens do not depend on rounding."""
+        gap = np.diff(self.key)[self.most - 1 : self.most]  # empty if all are kept
         return self.fewest == self.most and (not self.slack or bool(np.all(gap > self.slack)))
 
     def check(self, left: np.ndarray, ids: np.ndarray, uniforms: np.ndarray) -> None:
-        """Raises where a row kept another set than the bool [V] `left` should be, or drew from it
-        what it should not."""
+        """Raises AssertionError if `left`, bool [V], is not a valid kept set, or if `ids` are not
+        the tokens for `uniforms`."""
         left = np.asarray(left)
         kept = int(left.sum())
         assert self.fewest <= kept <= self.most
         for token in np.flatnonzero(left != (self.rank < kept)):
-            # Tokens about as near as the last may stand either way.
+            # Tokens whose keys are close to the last one may be kept or dropped.
             assert self.rank[token] < self.key.size
             assert abs(self.key[self.rank[token]] - self.key[kept - 1]) <= self.slack
         assert np.all(left[ids])

@@ -1,5 +1,5 @@
-"""What `test_sharding` does in a process of its own, with eight devices: the same rows on one
-device and on several meshes."""
+"""The process of `test_sharding` with eight devices, which runs the same rows on one device and on
+several meshes."""
 
 import pickle
 from collections.abc import Sequence
@@ -29,11 +29,11 @@ from entropix_jax.model.mesh import param_shardings, parse_mesh, place, row_shar
 from entropix_jax.model.params import Params
 from entropix_jax.sampler.draw import row_key
 from tests.support.models import random_params, tiny_config, uncached
-from tests.support.samplers import ARMS, FEW, LANES, LITERAL, Line, Told, batch_of, params_of
+from tests.support.samplers import ARMS, FEW, LANES, LITERAL, Line, Recorder, batch_of, params_of
 
 MESHES = ("data=8", "model=8", "data=2,model=4")
 BATCH, CAPACITY, STEPS = 16, 64, 16
-PROMPTS = 9  # are read at a time: the last call has room for nobody, too
+PROMPTS = 9  # prefilled per call, so that the last call has padding
 PRESETS = (LITERAL, "greedy", "document-000", "entropix")
 OFTEN = {"backspace.max_prob": 0.5, "inject.earliest": 0, "start.tokens": 0}
 CONFIG = tiny_config(
@@ -43,19 +43,19 @@ CONFIG = tiny_config(
 
 @dataclass
 class Outcome:
-    """What came of the rows on one mesh, on the host."""
+    """Results of the rows on one mesh, on the host."""
 
     lines: list[list[Line]]  # of each row
     states: list[DecodeState] = field(default_factory=list)  # of the slots, after each call
     answered: DecodeState | None = None
     held: list[StepRecord] = field(default_factory=list)  # of calls while a row waits for the host
     layout: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    kept: bool = True  # donated buffers were taken, and what came back lies as they lay
+    kept: bool = True  # donated buffers were freed, and results have the same sharding
     texts: list[str] = field(default_factory=list)  # the compiled step, without and with lanes
 
 
 def rows(shards: int) -> tuple[Params, DecodeState]:
-    """Rows of several samplers and lengths, on the host, nothing cached."""
+    """Returns uncached rows of several samplers and lengths, on the host."""
     params = random_params(CONFIG)
     params = replace(params, head=5.0 * params.head)
     rng = np.random.default_rng(0)
@@ -106,9 +106,9 @@ class Job:
         ]
 
     def run(self, steps: Sequence[Any]) -> Outcome:
-        """`steps` are the compiled ones: given what lies elsewhere than they were told they
-        fail."""
-        told = Told(BATCH)
+        """Runs the compiled `steps`, which fail on arguments with another sharding than in their
+        lowering."""
+        told = Recorder(BATCH)
         texts = [step.as_text() for step in steps]
         outcome = Outcome(told.lines, texts=texts, layout=self.layout)
         state, numbers = self.state, self.places.numbers
@@ -150,7 +150,7 @@ class Job:
         return outcome
 
     def by_slot(self, records: StepRecord) -> StepRecord:
-        """The records with slots before lanes, as on one device."""
+        """Returns the records with slots before lanes, as on one device."""
         slot_of = self.places.slot_of
         if records.live.shape[1] == len(slot_of):
             order = np.argsort(slot_of < 0, kind="stable")
@@ -158,13 +158,13 @@ class Job:
         return replace(records, parent=slot_of[records.parent])
 
     def slots(self, state: DecodeState) -> DecodeState:
-        """What becomes of the rows in the slots."""
+        """Returns the state of the rows in the slots."""
         fetched = jax.tree.map(lambda x: np.array(x)[self.places.numbers], state)
         return replace(fetched, fork=None, settings=None)
 
 
 def layout(tree: Any) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Of each leaf: its shape, and that of one device's part."""
+    """Returns the shape of each leaf, and the shape of one device's part."""
     return {
         jax.tree_util.keystr(path): (x.shape, x.sharding.shard_shape(x.shape))
         for path, x in jax.tree_util.tree_leaves_with_path(tree)
@@ -172,8 +172,8 @@ def layout(tree: Any) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
 
 
 def main(output: str) -> None:
-    """Runs the rows on one device and on each mesh. Writes the outcomes by their meshes, that of
-    one device as ""."""
+    """Runs the rows on one device and on each mesh. Writes the outcomes by mesh, with "" for one
+    device."""
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jobs = {mesh or "": Job(mesh) for mesh in (None, *MESHES)}

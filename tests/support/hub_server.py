@@ -1,4 +1,4 @@
-"""A stand-in for the hub, on loopback: one repository, as the hub's client asks for it."""
+"""A fake hub on loopback, with the requests of the hub's client for one repository."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Hub:
 
 @contextmanager
 def serving(hub: Hub) -> Iterator[Hub]:
-    """The stand-in at `hub.address`, for the while."""
+    """Serves the fake hub at `hub.address`."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -93,5 +93,5 @@ def _send(
 
 
 def _oid(data: bytes) -> str:
-    """As git names a file's content."""
+    """Returns git's object id of a file's content."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()

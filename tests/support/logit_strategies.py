@@ -1,4 +1,4 @@
-"""What property tests draw: logits, and samplers with any boxes."""
+"""Strategies of property tests: logits of any kind."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 from entropix_jax.sampler.filters import HEAD
 from tests.support.draw_oracles import LLAMA3
 
-# Few shapes, so that few programs are compiled: the smallest, one just longer than the head, and
-# that of Llama 3.
-VOCABULARIES = {2: 8, HEAD + 1: 8, LLAMA3: 2}  # and so many rows side by side
+# Few shapes, so that few programs are compiled: the smallest, one longer than the head, and that of
+# Llama 3.
+VOCABULARIES = {2: 8, HEAD + 1: 8, LLAMA3: 2}  # with the number of rows per batch
 
 LEAST = 1e-30
 SPECIAL = (0.0, -0.0, 1.0, -1.0, 1e4, -1e4, 3e38, -3e38, 1e-30, -1e-30, 1e-40, -1e-45, -np.inf)
 
 
 def numbers(least: float, most: float) -> st.SearchStrategy[float]:
-    """None so small that a temperature makes a denormal of it: that is a 0 to a machine that knows
-    none of them, and whether two tokens tie would depend on where it is divided."""
+    """Draws numbers that no temperature turns into denormals. Those would be 0 on machines without
+    denormals, so that ties would depend on the order of operations."""
     drawn = st.floats(least, most, width=32)
     return drawn.map(lambda number: number if abs(number) >= LEAST else 0.0)
 
@@ -28,16 +28,16 @@ values = st.sampled_from(SPECIAL) | numbers(-30, 30)
 
 @st.composite
 def short_rows(draw: st.DrawFn, vocab: int) -> np.ndarray:
-    """Logits that are each made up, from few values or many: ties are frequent."""
+    """Draws logits separately, from few or many values, with frequent ties."""
     pool = draw(st.lists(values, min_size=1, max_size=5))
     row = draw(st.lists(st.sampled_from(pool) | values, min_size=vocab, max_size=vocab))
-    row[draw(st.integers(0, vocab - 1))] = draw(numbers(-1e4, 1e4))  # a possible one
+    row[draw(st.integers(0, vocab - 1))] = draw(numbers(-1e4, 1e4))  # a finite one
     return np.array(row, np.float32)
 
 
 @st.composite
 def long_rows(draw: st.DrawFn, vocab: int) -> np.ndarray:
-    """Logits of a kind: levels with ties, slopes, noise of any width, nearly all impossible."""
+    """Draws logits by kind: levels with ties, slopes, noise of any width, or nearly all -inf."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     width = draw(st.sampled_from((1e-6, 1e-3, 0.1, 1.0, 4.0, 30.0)))
     levels = numbers(-20, 20) | st.sampled_from((0.0, -0.0, 1e4, -1e4, 3e38, -3e38))
@@ -62,7 +62,7 @@ def long_rows(draw: st.DrawFn, vocab: int) -> np.ndarray:
 
 
 def rows_of(vocab: int) -> st.SearchStrategy[np.ndarray]:
-    """One row of a vocabulary; all impossible but one is a frequent one."""
+    """Draws a row of a vocabulary, often with only one finite logit."""
     if vocab == 2:
         return short_rows(vocab)
     lone = st.tuples(st.integers(0, vocab - 1), st.sampled_from((0.0, 1e4, -1e4, 1e-40))).map(

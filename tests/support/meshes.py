@@ -1,4 +1,4 @@
-"""Meshes of two devices, and what the devices of a compiled program exchange."""
+"""Meshes of two devices, and the collectives of a compiled program."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jax.sharding import Mesh
 from entropix_jax.model.mesh import parse_mesh
 
 
-def two(text: str) -> Mesh:
+def mesh_of_two(text: str) -> Mesh:
     return parse_mesh(text, jax.devices()[:2])
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One exchange between devices, as a compiled program says it."""
+    """A collective of a compiled program."""
 
     kind: str
     elements: int
@@ -44,8 +44,8 @@ def collectives_of(text: str) -> list[Collective]:
 
 
 def groups_of(line: str) -> list[list[int]]:
-    """Which devices exchange, in any of XLA's ways to write it: {{0,1},{2,3}}, [2,2]<=[4] or, from
-    JAX 0.11 on, mesh['data'=2,'model'=2] {'model'}."""
+    """Returns the groups of devices of a collective, in any of XLA's formats: {{0,1},{2,3}},
+    [2,2]<=[4] or, from JAX 0.11, mesh['data'=2,'model'=2] {'model'}."""
     listed = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", line)
     if listed is not None:
         return [[*map(int, group.split(","))] for group in re.findall(r"\{([\d,]+)\}", listed[1])]

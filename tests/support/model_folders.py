@@ -65,7 +65,7 @@ def config_of_folder() -> ModelConfig:
 
 
 def sharp_params() -> Params:
-    """Weights whose logits are sharp enough for several regimes."""
+    """Returns weights whose logits are sharp enough for several regimes."""
     params = random_params(config_of_folder())
     return replace(params, head=4.0 * params.head)
 
@@ -76,8 +76,8 @@ def write_model(
     *,
     calibrated: bool = True,
 ) -> Path:
-    """Writes a whole model folder, its weights changed at will. Where it is calibrated, presets
-    have the thresholds of `LITERAL`."""
+    """Writes a complete model folder with changed weights. If it is calibrated, presets have the
+    thresholds of `LITERAL`."""
     folder.mkdir(parents=True, exist_ok=True)
     raw = raw_config()
     generation = {key: raw[key] for key in ("bos_token_id", "eos_token_id")}
@@ -94,12 +94,12 @@ def write_model(
 
 
 def poisoned(token_id: int) -> Callable[[Params], Params]:
-    """Weights under which a row that has read this token has logits that are not numbers."""
+    """Returns a change of weights that makes logits NaN for rows that contain this token."""
     return lambda params: replace(params, embedding=params.embedding.at[token_id].set(jnp.nan))
 
 
 def refusal(path: Path, load: Callable[[], object]) -> str:
-    """The error of a model that is not loaded: one line that names its place."""
+    """Checks that loading fails with one line that contains `path`, and returns that line."""
     with pytest.raises(UserError) as caught:
         load()
     message = str(caught.value)

@@ -26,8 +26,8 @@ from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import Parts, SamplerSettings
 from entropix_jax.stats import AttnStats
 
-# Shapes of one file of the published family, small: the original context is short, so that a prompt
-# of 200 tokens reaches the stretched wavelengths.
+# A small version of a published configuration. The original context is short, so that a prompt of
+# 200 tokens reaches the scaled wavelengths.
 SCALING = RopeScaling(
     factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=64
 )
@@ -53,7 +53,8 @@ def tiny_config(**changes: Any) -> ModelConfig:
 
 
 def random_params(config: ModelConfig, seed: int = 0, dtype: Any = jnp.float32) -> Params:
-    """Weights at which everything matters: unit activations, uneven norms, picky attention."""
+    """Returns weights with unit activations, uneven norms and sharp attention, so that each has an
+    effect."""
     rng = np.random.default_rng(seed)
 
     def leaf(spec: ParamSpec) -> jax.Array:
@@ -69,7 +70,7 @@ def random_tokens(config: ModelConfig, number: int, seed: int = 0) -> np.ndarray
     return np.random.default_rng(1000 + seed).integers(0, config.vocab_size, number, dtype=np.int32)
 
 
-# One compiled program for each shape, whatever the test.
+# All tests share one compiled program for each shape.
 run = jax.jit(forward, static_argnames=("config", "window"))
 logits_of = jax.jit(unembed)
 metrics_of = jax.jit(
@@ -80,7 +81,7 @@ metrics_of = jax.jit(
 def teacher_forced(
     params: Params, config: ModelConfig, tokens: np.ndarray
 ) -> tuple[np.ndarray, AttnStats, KVCache]:
-    """The logits [B, T, V] of whole rows in one pass, the last position's statistics, the cache."""
+    """Returns logits [B, T, V] of rows in one pass, the last position's statistics, and cache."""
     batch, number = tokens.shape
     cache = init_cache(config, batch, number, jnp.dtype(jnp.float32))
     count = jnp.full(batch, number, jnp.int32)
@@ -89,7 +90,7 @@ def teacher_forced(
 
 
 def fill_unused(cache: KVCache, junk: float) -> KVCache:
-    """The cache with `junk` in every slot that is not in use; values there are always finite."""
+    """Returns the cache with `junk` in all unused slots. Unused values are always finite."""
     slot = jnp.arange(cache.capacity, dtype=jnp.int32)[None, :]
     used = (slot < cache.length[:, None])[:, None, :, None]
 
@@ -103,12 +104,12 @@ def fill_unused(cache: KVCache, junk: float) -> KVCache:
 
 
 def all_metrics(config: ModelConfig, logits: jax.Array | np.ndarray, stats: AttnStats) -> Metrics:
-    """Metrics with every layer counting the same."""
+    """Returns metrics with equal weights for all layers."""
     return metrics_of(logits, stats, jnp.ones((logits.shape[0], config.num_layers), jnp.float32))
 
 
 def sampler_params(config: ModelConfig, batch: int, preset: str = "greedy") -> SamplerSettings:
-    """A preset for every row of a batch."""
+    """Returns settings of a batch whose rows have the same preset."""
     sampler = load_sampler(preset).resolve(generic_calibration())
     params = sampler.settings(
         num_layers=config.num_layers,
@@ -133,7 +134,7 @@ def uncached(
     lanes: int = 0,
     shards: int = 1,
 ) -> DecodeState:
-    """Float32 rows whose prompts are not cached; the settings are those of each row."""
+    """Returns float32 rows with uncached prompts, and with their own settings."""
     layout = Layout(len(prompts), lanes, shards)
     first = jax.tree.map(lambda x: x[0], settings)
     state = empty_slots(
@@ -167,7 +168,7 @@ def start(
     capacity: int,
     eos: Sequence[int] = (-1,),
 ) -> DecodeState:
-    """Greedy rows whose prompts are cached, but for each last token."""
+    """Returns greedy rows whose prompts are cached, except for the last token."""
     state = uncached(
         config,
         prompts,
@@ -193,7 +194,7 @@ def generate(
     max_steps: int = 24,
     eos: Sequence[int] = (-1,),
 ) -> tuple[DecodeState, StepRecord]:
-    """Greedy rows, all in one call of the loop."""
+    """Runs greedy rows in one call of the loop."""
     state = start(params, config, prompts, budgets, capacity=capacity, eos=eos)
     state, records, _ = decode(
         params,

@@ -1,4 +1,4 @@
-"""How many examples a property test tries."""
+"""The number of examples of property tests."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +7,6 @@ import hypothesis
 
 
 def examples(number: int) -> Callable[[Any], Any]:
-    """`number` examples, times ENTROPIX_THOROUGH where that is set."""
+    """Sets `number` examples, times ENTROPIX_THOROUGH if it is set."""
     scale = hypothesis.settings().max_examples / 100
     return hypothesis.settings(max_examples=round(number * scale))

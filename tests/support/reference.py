@@ -1,6 +1,6 @@
-"""The formulas in float64 NumPy, written down a second time and as plainly as possible.
+"""A second, plain implementation of the formulas in float64 NumPy.
 
-No function here knows of caches, batches, padding or jit.
+It has no caches, batches, padding or jit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
 
 
 def entropy_bits(p: np.ndarray) -> float:
-    """Of one distribution, over the outcomes that are possible."""
+    """Returns the entropy of a distribution, over outcomes with p > 0."""
     p = np.asarray(p, np.float64)[np.asarray(p) > 0]
     return float(-(p * np.log2(p)).sum())
 
@@ -34,7 +34,7 @@ def varentropy_bits(p: np.ndarray) -> float:
 
 @dataclass
 class Attention:
-    """Of one position of one row: scaled scores `s[L, N, n]` over the keys that it sees."""
+    """Attention of one position of one row, from scaled scores `s[L, N, n]` over its keys."""
 
     scores: np.ndarray
 
@@ -60,7 +60,7 @@ class Attention:
         return np.abs(self.scores).mean(axis=(1, 2))
 
     def metrics(self, layer_weights: np.ndarray) -> dict[str, float]:
-        """The six metrics of attention, each from its definition."""
+        """Computes the six metrics of attention from their definitions."""
         n = self.scores.shape[-1]
         w = np.asarray(layer_weights, np.float64) / np.sum(layer_weights)
         a, e = self.weights, self.entropy
@@ -76,7 +76,7 @@ class Attention:
 
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:
-    """Radians per position, by the three bands of wavelengths that Llama 3 tells apart."""
+    """Returns radians per position, by Llama 3's three bands of wavelengths."""
     out = []
     for i in range(config.head_dim // 2):
         frequency = 1 / config.rope_theta ** (2 * i / config.head_dim)
@@ -98,7 +98,7 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
 
 
 def rotate(config: ModelConfig, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """`x[T, heads, H]` turned as complex numbers, the halves being real and imaginary parts."""
+    """Rotates `x[T, heads, H]` as complex numbers, whose halves are real and imaginary parts."""
     half = config.head_dim // 2
     angles = positions[:, None, None] * inverse_frequencies(config)
     turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)
@@ -108,7 +108,7 @@ def rotate(config: ModelConfig, x: np.ndarray, positions: np.ndarray) -> np.ndar
 def forward(
     params: Params, config: ModelConfig, tokens: np.ndarray
 ) -> tuple[np.ndarray, list[Attention]]:
-    """One row in one pass: logits [T, V], and the attention of each position."""
+    """Runs one row in one pass. Returns logits [T, V], and the attention of each position."""
     p = jax.tree.map(lambda x: np.asarray(x).astype(np.float64), params)
     number, n, k, h = len(tokens), config.num_heads, config.num_kv_heads, config.head_dim
     positions = np.arange(number)
@@ -144,8 +144,8 @@ def forward(
 def continuation(
     params: Params, config: ModelConfig, before: Sequence[int], after: Sequence[int]
 ) -> tuple[float, bool]:
-    """The log-probability of `after`, from one pass over the whole text, and whether each of its
-    tokens is the likeliest."""
+    """Returns the log-probability of `after` from one pass over the whole text, and whether each of
+    its tokens is the most likely one."""
     logits, _ = forward(params, config, np.array([*before, *after][:-1]))
     logits = logits[len(before) - 1 :]
     total = log_softmax(logits)[np.arange(len(after)), [*after]].sum()

@@ -1,4 +1,4 @@
-"""Traces written by hand, and pages read back."""
+"""Artificial traces, and parsers of pages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def header(**changes: Any) -> Json:
 
 
 def token(position: int, *, retracted: bool = False, **changes: Any) -> Json:
-    """A token whose every number differs from that of any other position."""
+    """Returns a token whose numbers differ from those of all other positions."""
     draw = random.Random(position * 2 + retracted)
     fields: Json = {
         **{name: round(draw.uniform(0.0, 6.0), 6) for name in (*reading.METRICS, *CONFIDENCES)},
@@ -91,7 +91,7 @@ def footer(records: list[Json], **changes: Any) -> Json:
 
 
 def run_of(count: int = 12, row: int = 0) -> list[Json]:
-    """Tokens of one row, with all that a row may have."""
+    """Returns tokens of one row, with all kinds of records."""
     records = [token(3 + i, row=row, regime=REGIMES[i % 5]) for i in range(count)]
     records[2] = branching(5, row=row)
     records[3] |= {"action": "branch", "regime": "lelv"}

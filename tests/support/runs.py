@@ -1,4 +1,4 @@
-"""Runs in one line: requests from prompts, a sampler by name, and all options of a run."""
+"""Short ways to create requests and runs, with samplers by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.samplers import LITERAL
 
 
 class Spec(NamedTuple):
-    """What differs between the requests of most runs."""
+    """The fields that differ between the requests of most runs."""
 
     prompt: Sequence[int]
     row_id: str = "0"
@@ -74,8 +74,8 @@ def ids_of(row: Row) -> list[int]:
 
 
 def is_same(row: Row, other: Row) -> bool:
-    """Whether both have the same tokens for the same reasons and the same end, and the same numbers
-    but for rounding, which the model magnifies at a few positions."""
+    """Compares text, finish reason, ids, actions and regimes of two rows exactly, and floats up to
+    rounding, which the model amplifies at a few positions."""
     told, others = (
         (one.text, one.finish_reason, [(t.token_id, t.action, t.regime) for t in one.tokens])
         for one in (row, other)
@@ -85,13 +85,13 @@ def is_same(row: Row, other: Row) -> bool:
 
 
 def unrun(prompt: Sequence[int] = (1,), row_id: str = "0", max_new_tokens: int = 1) -> Request:
-    """A request for rows that no engine made."""
+    """Returns a request for rows without an engine."""
     sampler: Any = SimpleNamespace(values={"confidence.window": 16})
     return Request(prompt, sampler, max_new_tokens=max_new_tokens, row_id=row_id)
 
 
 def set_pace(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    """Lets the host look after each `steps` steps."""
+    """Sets the number of steps per chunk to `steps`."""
 
     def pace(engine: Engine, waited: float) -> None:
         engine._chunk_steps = steps

@@ -18,12 +18,12 @@ QUADRANTS = load_sampler(LITERAL)
 
 
 def numbers(low: float, high: float) -> st.SearchStrategy[float]:
-    """Float32 numbers without denormals, which are 0 on some machines."""
+    """Draws float32 numbers without denormals, which are 0 on some machines."""
     return st.floats(low, high, width=32, allow_subnormal=False)
 
 
 def around(bound: float) -> list[float]:
-    """A float32 bound and its two neighbours."""
+    """Returns a float32 bound and its two neighbours."""
     middle, inf = np.float32(bound), np.float32(np.inf)
     return [float(x) for x in (np.nextafter(middle, -inf), middle, np.nextafter(middle, inf))]
 
@@ -36,14 +36,13 @@ conditions = st.builds(
 
 
 def percent_of(value: object) -> float:
-    """The number of a percentile."""
+    """Returns the number of a percentile."""
     return float(str(value).removesuffix("%"))
 
 
 @st.composite
 def samplers(draw: st.DrawFn) -> Sampler:
-    """Boxes with any conditions, which something may lie between once `CALIBRATION` resolves
-    them."""
+    """Draws samplers with boxes of any conditions that are not empty with `CALIBRATION`."""
     changes: dict[str, Any] = {}
     for low, high in (("h1", "h2"), ("u1", "u2")):
         if draw(st.booleans()):
@@ -54,7 +53,7 @@ def samplers(draw: st.DrawFn) -> Sampler:
     sampler = QUADRANTS.with_values({**changes, **{f"regimes.{box}": [] for box in BOXES}})
     for box in BOXES:
         for condition in draw(st.lists(conditions, max_size=4)):
-            # What would leave nothing between two bounds is refused.
+            # Conditions that would make a box empty are rejected.
             with contextlib.suppress(UserError):
                 wider = [*sampler.values[f"regimes.{box}"], condition]
                 changed = sampler.with_values({f"regimes.{box}": wider})

@@ -1,4 +1,4 @@
-"""What the tests of the sampler share: parameters, metrics, proposals, and a tiny random model."""
+"""Shared helpers of sampler tests: settings, metrics, proposals, and a tiny random model."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,21 +35,21 @@ from entropix_jax.sampler.state import Observation, Proposal, SamplerState, init
 from entropix_jax.stats import AttnStats
 from tests.support.models import random_params, tiny_config, uncached
 
-# A sampler's file with the documents' numbers as thresholds, and an arm in each regime.
+# A sampler file with the documents' numbers as thresholds, and another arm in each regime.
 LITERAL = str(Path(__file__).with_name("literal.toml"))
 NAMES = [m.name for m in MECHANISMS]
 ARMS = [m.name for m in MECHANISMS if m.propose is not None]
 RULES = [m.name for m in MECHANISMS if m.rule is not None]
-# What a compiled step may contain: with all of it, one program serves all tests.
+# All parts of a compiled step, so that one program serves all tests.
 PARTS = Parts(MECHANISMS, frozenset(NAMES))
-# Without rules, penalties and texts that are taken back or written: it compiles in half the time.
+# Without rules, penalties, phrases and forced texts, a step compiles in half the time.
 FEW = Parts(MECHANISMS, frozenset({*ARMS, "dry"}))
 BATCH = 10  # rows
-LANES = 9  # enough for the widest fork, not for all at once
+LANES = 9  # enough for the widest fork, but not for all forks at once
 CAPACITY = 64  # positions of a row
 NUM_LAYERS = 2
 NUM_HEADS = 4
-# On `tiny` rows draw, think with a cooldown, go back, and follow branches of several tokens.
+# With these settings, rows of `tiny` sample, inject with a cooldown, retract, and branch.
 EVERYTHING: dict[str, Any] = {
     "thresholds.h1": 0.2,
     "thresholds.h2": 0.6,
@@ -72,11 +72,11 @@ EVERYTHING: dict[str, Any] = {
     "backspace.reach": 4,
     "backspace.per_row": 1000,
 }
-VOCAB_SIZE = 1000  # of a row that is viewed
+VOCAB_SIZE = 1000  # of contexts
 EPSILON = 2.0**-7
 
 
-# No box holds anything: every step is MID, and MID a plain draw.
+# All boxes are empty, so that every step is MID, which samples.
 PLAIN: Mapping[str, Any] = {
     **{f"regimes.{box}": ["entropy < -1"] for box in REGIMES[:-1]},
     "arms.mid": "sample",
@@ -85,16 +85,16 @@ PLAIN: Mapping[str, Any] = {
 
 
 def encode(text: str) -> list[int]:
-    """A tokenizer of bytes."""
+    """Encodes a text as its bytes."""
     return list(text.encode())
 
 
 def token_texts() -> list[str]:
-    """The text of each of its tokens."""
+    """Returns the text of each byte token."""
     return [chr(i) if i < 128 else "\ufffd" for i in range(256)]
 
 
-# What a sampler needs of a model.
+# The properties of a model that a sampler needs.
 HOST: Mapping[str, Any] = {
     "num_layers": NUM_LAYERS,
     "epsilon": EPSILON,
@@ -107,7 +107,7 @@ HOST: Mapping[str, Any] = {
 def calibration_of(
     entropy: Mapping[float, float], varentropy: Mapping[float, float]
 ) -> Calibration:
-    """Quantile tables through these points: the value at a percent."""
+    """Returns quantile tables through these points, from percent to value."""
     points = {"entropy": entropy, "varentropy": varentropy}
     points |= {"attn_entropy_norm": {0: 0.0, 50: 0.44, 100: 1.0}}
     points |= {"agreement": {0: 0.0, 50: 0.65, 100: 1.0}}
@@ -122,12 +122,12 @@ def calibration_of(
 
 
 LITERAL_THRESHOLDS = np.array([0.3, 2.5, 1.2, 2.5])
-# Percentiles of presets that are the numbers of `LITERAL`: 30% and 70%, 40% and 60%.
+# At 30%, 70%, 40% and 60%, these tables have the thresholds of `LITERAL`.
 CALIBRATION = calibration_of({0: 0, 30: 0.3, 70: 2.5, 100: 10}, {0: 0, 40: 1.2, 60: 2.5, 100: 25})
 
 
 def settings_of(sampler: Sampler, **options: Any) -> SamplerSettings:
-    """The parameters of one row."""
+    """Returns the settings of one row."""
     options = {**HOST, **options}
     if sampler.calibration is None:
         sampler = sampler.resolve(CALIBRATION)
@@ -135,7 +135,7 @@ def settings_of(sampler: Sampler, **options: Any) -> SamplerSettings:
 
 
 def used_of(sampler: Sampler) -> frozenset[str]:
-    """What the step of a sampler contains; see `Parts.used`."""
+    """Returns the mechanisms in the step of a sampler, see `Parts.used`."""
     sampler = sampler.resolve(CALIBRATION)
     return sampler.parts(sampler.settings(**HOST)).used
 
@@ -143,24 +143,24 @@ def used_of(sampler: Sampler) -> frozenset[str]:
 def params_of(
     preset: str, changes: Mapping[str, Any] | None = None, **options: Any
 ) -> SamplerSettings:
-    """The parameters of one row: a preset with changes."""
+    """Returns the settings of one row, from a preset with changes."""
     return settings_of(load_sampler(preset).with_values(changes or {}), **options)
 
 
 def batch_of(*rows: SamplerSettings) -> SamplerSettings:
-    """The parameters of a batch."""
+    """Stacks the settings of rows."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
 
 
 def metrics_of(**values: Any) -> Metrics:
-    """One row's metrics, or those of many from equally long lists; what is not named is 0."""
+    """Returns metrics of one row, or of many from equally long lists. Missing ones are 0."""
     names = [*Metrics.__dataclass_fields__]
     columns = np.broadcast_arrays(*(values.get(name, 0.0) for name in names))
     return Metrics(**{n: jnp.asarray(x, jnp.float32) for n, x in zip(names, columns, strict=True)})
 
 
 def metrics_at(points: Sequence[Mapping[str, float]]) -> Metrics:
-    """The metrics of a batch, from each row's."""
+    """Returns the metrics of a batch, from those of each row."""
     names = {name for point in points for name in point}
     return metrics_of(**{name: [point.get(name, 0.0) for point in points] for name in names})
 
@@ -175,7 +175,7 @@ def context(
     log_probs: Any = None,
     **changes: bool,
 ) -> Context:
-    """One row that may take every action, or none, but for the changes."""
+    """Returns the context of a row with all actions allowed or forbidden, except for `changes`."""
     metrics = metrics_of() if metrics is None else metrics
     actions = {"inject": may, "branch": may, "backspace": may} | changes
     fresh: SamplerState = jax.tree.map(lambda x: jnp.asarray(x[0]), fresh_state(1))
@@ -207,7 +207,7 @@ def context(
 
 
 def contexts_of(proposal: Any, settings: SamplerSettings, logits: jax.Array) -> Context:
-    """Rows that have written nothing yet."""
+    """Returns contexts of rows without history."""
     log_probs = jax.nn.log_softmax(logits)
     one = lambda *row: context(None, row[1], proposal=row[0], log_probs=row[2])  # noqa: E731
     rows: Context = jax.vmap(one)(proposal, settings, log_probs)
@@ -215,14 +215,14 @@ def contexts_of(proposal: Any, settings: SamplerSettings, logits: jax.Array) -> 
 
 
 def fresh_state(batch: int) -> SamplerState:
-    """The state of rows that have committed nothing yet."""
+    """Returns the state of rows without committed tokens."""
     return init_sampler_state(batch, MECHANISMS)
 
 
 def with_state(
     state: SamplerState, name: str, *scalar: jax.Array, **fields: jax.Array
 ) -> SamplerState:
-    """The state with other values in a mechanism's part of it."""
+    """Returns the state with changed values in a mechanism's part."""
     part = scalar[0] if scalar else replace(state.tally.states[name], **fields)
     states = {**state.tally.states, name: part}
     return replace(state, tally=replace(state.tally, states=states))
@@ -235,7 +235,7 @@ def proposal_of(
     min_p: Any = 0.0,
     num_candidates: Any = 1,
 ) -> Proposal:
-    """A batch of proposals from scalars and equally long lists."""
+    """Returns a batch of proposals from scalars and equally long lists."""
     floats = {"temperature": temperature, "top_p": top_p, "min_p": min_p}
     ints = {"top_k": top_k, "num_candidates": num_candidates, "action": 0}
     rows = np.broadcast_shapes((1,), *map(np.shape, [*floats.values(), *ints.values()]))
@@ -246,7 +246,7 @@ def proposal_of(
 
 
 def attn_stats(batch: int) -> AttnStats:
-    """Attention statistics that are the same in all rows, layers and heads."""
+    """Returns attention statistics that are equal in all rows, layers and heads."""
     heads, layers = (batch, NUM_LAYERS, NUM_HEADS), (batch, NUM_LAYERS)
     return AttnStats(
         entropy=jnp.ones(heads, jnp.float32),
@@ -258,8 +258,8 @@ def attn_stats(batch: int) -> AttnStats:
 
 
 def tiny_model() -> tuple[ModelConfig, Params]:
-    """A random model whose vocabulary is larger than the draw's head, and whose logits are sharp
-    enough for all regimes of `entropix` but one."""
+    """Returns a random model whose vocabulary is larger than the draw's head, and whose logits are
+    sharp enough for all regimes of `entropix` except one."""
     config = tiny_config(vocab_size=300, num_layers=NUM_LAYERS, tied_head=False)
     params = random_params(config)
     return config, replace(params, head=5.0 * params.head)
@@ -278,20 +278,20 @@ class Job:
 
 @dataclass
 class Line:
-    """What one step did to one row."""
+    """The result of one step for one row."""
 
     action: str
     regime: str
     entropy: float
-    tokens: list[int]  # one, or a branch's
+    tokens: list[int]  # one token, or those of a branch
     logprobs: list[float]
     position: int
     forwards: int
     rolled_out: int
     status: int
     waited: int  # steps that a fork waited for lanes
-    exact: tuple[Any, ...]  # all that must be the same wherever the row runs
-    numbers: np.ndarray  # and all that may differ by rounding
+    exact: tuple[Any, ...]  # values that must be equal wherever the row runs
+    numbers: np.ndarray  # values that may differ by rounding
     records: tuple[StepRecord, ...]  # of each token
     # Of a fork:
     branches: tuple[list[int], ...] = ()  # the tokens of each
@@ -312,7 +312,7 @@ def start(
     eos_ids: Sequence[int] = (-1, -1),
     parts: Parts = PARTS,
 ) -> DecodeState:
-    """The state of a batch whose prompts are cached, all but their last tokens."""
+    """Returns the state of a batch whose prompts are cached, except for their last tokens."""
     state = uncached(
         config,
         [job.prompt for job in jobs],
@@ -337,8 +337,8 @@ def advance(
     parts: Parts = PARTS,
     **static: Any,
 ) -> Iterator[tuple[DecodeState, StepRecord]]:
-    """Makes so many steps, fewer once all rows have ended, in the two programs by turns: the state
-    and the records on the host, of each call that made some."""
+    """Runs `steps` steps, or fewer if all rows end, in the programs without and with lanes. Yields
+    the state, and the records on the host, of each call."""
     program = Program(parts, state.cache.capacity)
     forked, idle = False, 0
     while steps > 0 and idle < 2:
@@ -366,13 +366,13 @@ def generate(
     parts: Parts = PARTS,
     look: Callable[[DecodeState], None] = lambda state: None,
 ) -> list[list[Line]]:
-    """Runs rows to their ends, so many steps at a time, and looks at the state in between. Others
-    fill the batch up to `rows`: one shape, one program for all tests."""
+    """Runs rows to their ends in `chunks` of steps, and calls `look` after each call. Other rows
+    fill the batch up to `rows`, so that all tests share one shape and one program."""
     config, params = model
     number = len(jobs)
     jobs = [*jobs, *[replace(jobs[0], budget=1)] * (rows - number)]
     state = start(config, params, jobs, CAPACITY, eos_ids, parts)
-    told = Told(rows, [mechanism.name for mechanism in parts.mechanisms])
+    told = Recorder(rows, [mechanism.name for mechanism in parts.mechanisms])
     look(state)
     for chunk in chunks:
         for following, records in advance(params, state, chunk, config=config, parts=parts):
@@ -384,20 +384,20 @@ def generate(
     return told.lines[:number]
 
 
-class Told:
-    """What is recorded of rows, as a line for each token, or for each fork."""
+class Recorder:
+    """A collector of records, as a line for each token or fork of each row."""
 
     def __init__(self, rows: int, actions: Sequence[str] = NAMES) -> None:
         self.lines: list[list[Line]] = [[] for _ in range(rows)]
         self.actions = actions
         self._steps = 0
-        self._forked: dict[int, int] = {}  # the steps in which rows were forked
+        self._forked: dict[int, int] = {}  # the step in which each row was forked
         self._waited: dict[int, int] = {}
         self._paths: dict[int, list[list[StepRecord]]] = {}  # each token's record
-        self._forced: dict[int, Line] = {}  # forks whose first token comes by force
+        self._forced: dict[int, Line] = {}  # forks whose first token is forced
 
     def begin(self, row: int) -> None:
-        """Another row takes the place of that one."""
+        """Replaces a row by a new one."""
         self.lines[row] = []
         for open_ in (self._forked, self._waited, self._paths, self._forced):
             open_.pop(row, None)
@@ -497,7 +497,7 @@ class Told:
 
 
 def tokens_of(lines: Sequence[Line]) -> list[int]:
-    """The tokens that a row kept: one in another's place stands in it."""
+    """Returns the tokens that a row kept, with replacements at their positions."""
     tokens: dict[int, int] = {}
     for line in lines:
         tokens |= dict(enumerate(line.tokens, line.position))
@@ -505,7 +505,7 @@ def tokens_of(lines: Sequence[Line]) -> list[int]:
 
 
 def other_value(key: str, old: Any) -> Any:
-    """Another allowed value of a scalar."""
+    """Returns another allowed value of a scalar."""
     number = scalars()[key]
     if number["type"] is bool:
         return not old

@@ -33,7 +33,7 @@ def token_texts() -> list[str]:
 
 
 def encode_numbers(text: str) -> list[int]:
-    """A text of token ids; words are none."""
+    """Returns the token ids in a text, without its words."""
     return [int(token) for token in text.split() if token.isdigit()]
 
 

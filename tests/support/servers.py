@@ -1,4 +1,4 @@
-"""Servers to ask: with the engine, over loopback, or with a stand-in for it, in process."""
+"""Servers with the engine, over loopback, or with a fake engine, in process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def listening(model: LanguageModel, limit: float = PATIENCE) -> Iterator[Running
     worker = Worker(make_engine(model), slots=SLOTS, queue=QUEUE)
     worker.start()
     asyncio.run(warm_up(served, worker, lambda program: None))
-    assert not worker.tokens  # nothing was counted
+    assert not worker.tokens  # the warm-up is not counted
     server = HttpServer(make_app(served, worker, limit=limit), worker.idle)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
@@ -73,9 +73,9 @@ def wait_until(holds: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-class StandIn:
-    """In place of an engine: a row ends once `step` was called for each of its tokens. It has as
-    many slots as rows come. A row whose prompt is `[DEFECT]` ends the run."""
+class FakeEngine:
+    """A fake engine, in which a row ends once `step` was called for each of its tokens. It has any
+    number of slots. A row whose prompt is `[DEFECT]` raises an error."""
 
     DEFECT = 666
     compiling = None
@@ -120,11 +120,11 @@ class StandIn:
 
 
 @contextlib.contextmanager
-def standing_in(
+def fake_server(
     model: LanguageModel, *, slots: int = 2, queue: int = 2, **options: Any
-) -> Iterator[tuple[StandIn, Worker, Callable[[], httpx.AsyncClient]]]:
-    """A stand-in, its worker, and clients in process."""
-    engine: Any = StandIn()
+) -> Iterator[tuple[FakeEngine, Worker, Callable[[], httpx.AsyncClient]]]:
+    """Yields a fake engine, its worker, and a function that returns clients in process."""
+    engine: Any = FakeEngine()
     worker = Worker(engine, slots=slots, queue=queue)
     worker.start()
     app = make_app(serve(model), worker, **options)

@@ -1,4 +1,4 @@
-"""The package's source files, and what each imports."""
+"""The package's source files, and their imports."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ PACKAGE = Path(entropix_jax.__file__).parent
 
 
 def module_name(path: Path) -> str:
-    """The dotted name of a module of the package."""
+    """Returns the dotted name of a module of the package."""
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imports_of(path: Path) -> set[str]:
-    """All that a module's text imports anywhere: modules, and names from modules."""
+    """Returns all imports anywhere in a module's text: modules, and names from modules."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -33,7 +33,7 @@ IMPORTED = {name: imports_of(path) for name, path in FILES.items()}
 
 
 def closure(name: str) -> set[str]:
-    """A module of the package and all of its modules that it imports, directly or not."""
+    """Returns a module and all modules of the package that it imports, directly or not."""
     found: set[str] = set()
     queue = [name]
     while queue:

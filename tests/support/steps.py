@@ -1,4 +1,4 @@
-"""Single steps of the sampler: rows by hand, and logits for each regime."""
+"""Single steps of the sampler, with artificial rows, and logits for each regime."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _choose = jax.jit(choose, static_argnames="parts")
 
 
 def choose_jit(*rows: Any, parts: Parts = PARTS) -> tuple[Choice, Step, SamplerState]:
-    """One step of at most `ROWS` rows. Copies of the first one fill the batch: one shape, one
-    program for all tests."""
+    """Runs one step of at most `ROWS` rows. Copies of the first one fill the batch, so that all
+    tests share one shape and one program."""
     arrays = jax.device_get(rows)
     batch = len(arrays[0])
 
@@ -39,7 +39,7 @@ def choose_jit(*rows: Any, parts: Parts = PARTS) -> tuple[Choice, Step, SamplerS
 def rows_of(
     *histories: Sequence[int], generated: int = 0, remaining: int = 50, asks: bool = False
 ) -> RowView:
-    """Rows that hold these tokens under different ids. Junk follows."""
+    """Returns rows with these tokens and different row ids. Junk follows the tokens."""
     batch = len(histories)
     slots = np.full((batch, SLOTS), VOCAB - 1, np.int32)
     for row, history in zip(slots, histories, strict=True):
@@ -59,7 +59,7 @@ def rows_of(
     )
 
 
-# Bounds under which `logits_for` has logits for each regime.
+# Bounds with which `logits_for` has logits for each regime.
 BOUNDS: Mapping[str, Any] = {
     "regimes.lelv": ["entropy < 1", "varentropy < 0.5"],
     "regimes.helv": ["entropy > 5", "varentropy < 0.5"],
@@ -69,7 +69,7 @@ BOUNDS: Mapping[str, Any] = {
 
 
 def logits_for(regime: str, top: int = 9) -> np.ndarray:
-    """Logits of a regime whose most likely token is `top` (the lowest id of a tie is 0)."""
+    """Returns logits of a regime whose most likely token is `top` (the lowest id of a tie is 0)."""
     logits = np.full(VOCAB, -60.0, np.float32)
     if regime == "lelv":
         logits[top] = 0

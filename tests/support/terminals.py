@@ -1,4 +1,4 @@
-"""A pseudo-terminal, read from its far end."""
+"""A pseudo-terminal whose output tests read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ESCAPE = re.compile(r"\x1b\[([0-9;]*)m")
 
 
 class Screen:
-    """The far end of a pseudo-terminal that is standard output and standard error."""
+    """A pseudo-terminal that replaces standard output and standard error."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
         for name, value in {"TERM": "xterm-256color", **environment}.items():
@@ -27,8 +27,8 @@ class Screen:
         monkeypatch.setattr(sys, "stderr", self.file)
 
     def read(self) -> str:
-        """What was written so far; the terminal's own line ends are undone."""
-        end = b"\x1d"  # what is written takes its time to get here
+        """Returns the new output, with line ends as they were written."""
+        end = b"\x1d"  # output arrives with a delay
         self.file.write(end.decode())
         self.file.flush()
         shown = b""

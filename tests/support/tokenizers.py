@@ -20,7 +20,7 @@ TEXTS = [
 
 
 def byte_fallback() -> tokenizers.Tokenizer:
-    """In the manner of Llama 2."""
+    """Returns a tokenizer like that of Llama 2."""
     pieces = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", *sorted(set("".join(TEXTS)) & set("abcdefghijklmnopqrstuvwxyz.,é東")), "▁a"]
     vocab = {piece: i for i, piece in enumerate(pieces)}
@@ -47,7 +47,7 @@ def save(
 
 
 def vocabulary(size: int = 300) -> tokenizers.Tokenizer:
-    """Byte-level BPE with two control tokens."""
+    """Trains byte-level BPE with two control tokens."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     digits, spelling = pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, spelling])
@@ -64,7 +64,7 @@ def vocabulary(size: int = 300) -> tokenizers.Tokenizer:
 
 @functools.cache
 def vocabulary_metadata() -> dict[str, Any]:
-    """What a GGUF file says of `vocabulary`."""
+    """Returns the metadata of `vocabulary` in a GGUF file."""
     model = json.loads(vocabulary().to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
     return {

@@ -1,4 +1,4 @@
-"""Traces read back whole."""
+"""Complete traces in memory."""
 
 import dataclasses
 import json
@@ -12,8 +12,8 @@ from entropix_jax.report.reading import TraceReader
 
 @dataclass(frozen=True)
 class Trace:
-    """Its header, its tokens in order (those that were taken back have the type "retracted"), and
-    its footer, None where the run was killed."""
+    """The header of a trace, its tokens in order (retracted ones have the type "retracted"), and
+    its footer, None if the run was killed."""
 
     header: dict[str, Any]
     tokens: list[dict[str, Any]]

@@ -1,4 +1,4 @@
-"""The transforms of the logits, in float64, as plainly as possible: one row, a loop over its
+"""Plain float64 implementations of the transforms of logits, for one row, with loops over its
 tokens."""
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def modified(
     values: Mapping[str, Any],
     banned: Sequence[int] = (),
 ) -> np.ndarray:
-    """The logits that tokens are chosen by: biases, repetition penalty, bans, noise floor. `heard`
-    are the model's log-probabilities, -inf under the floor."""
+    """Applies biases, repetition penalty, bans and noise floor to logits. `heard` are the model's
+    log-probabilities, -inf below the floor."""
     z, penalty = logits.copy(), values["repetition.penalty"]
     raised = []
     for token, bias in values["draw.bias"]:
@@ -72,16 +72,16 @@ def dry(
     breakers: Sequence[Sequence[int]],
     longest: int = 64,
 ) -> np.ndarray:
-    """Each place where the text's end stands before, and how much of the end stands there."""
+    """Penalises tokens after earlier occurrences of the text's end, by the matched length."""
     tokens = [*tokens[max(len(tokens) - window, 0) :]]
-    # The end reaches back to the last breaker.
+    # Matches end at the last breaker.
     limit = longest
     for breaker in breakers:
         for end in range(len(breaker), len(tokens) + 1):
             if tokens[end - len(breaker) : end] == [*breaker]:
                 limit = min(limit, len(tokens) - end)
     lengths: dict[int, int] = {}
-    for place in range(1, len(tokens)):  # of the token after it
+    for place in range(1, len(tokens)):  # of the token after the match
         same = 0
         while same < min(place, limit) and tokens[place - 1 - same] == tokens[-1 - same]:
             same += 1
@@ -94,7 +94,7 @@ def dry(
 
 
 def xtc(logits: np.ndarray, threshold: float) -> np.ndarray:
-    """Where it acts: without the likeliest ones, as long as the next is above the threshold too."""
+    """Masks all tokens above the threshold except for the least likely one."""
     p = softmax(logits.astype(np.float64), 1.0)
     order = np.lexsort((np.arange(p.size), -p))
     top = [token for token in order if p[token] >= threshold]
@@ -104,8 +104,8 @@ def xtc(logits: np.ndarray, threshold: float) -> np.ndarray:
 
 
 class AdaptiveP:
-    """With the weighted sum and the total weight of all tokens so far, the first ones being so many
-    at the target that the mean is there already."""
+    """Adaptive-p with the weighted sum and total weight of all tokens so far. Both start as if the
+    mean had converged to the target."""
 
     def __init__(self, target: float, decay: float) -> None:
         self.target, self.decay = target, decay

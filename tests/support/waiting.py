@@ -1,14 +1,14 @@
-"""How long a test waits for what it started."""
+"""Waiting for processes with a time limit."""
 
 import subprocess
 import time
 from pathlib import Path
 
-PATIENCE = 240.0  # seconds, for what hangs: the compiler of a busy machine takes a minute
+PATIENCE = 240.0  # seconds until a test fails: the compiler of a busy machine takes a minute
 
 
 def wait_for(path: Path, lines: int, process: subprocess.Popen[bytes]) -> None:
-    """Until a file has so many lines, or the process has ended."""
+    """Waits until a file has `lines` lines, or the process has ended."""
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
         if process.poll() is not None:
