@@ -1,4 +1,4 @@
-"""The public functions refuse what they cannot use, each in one line of the documented class."""
+"""Public functions reject invalid arguments with a one-line error of the documented class."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from tests.support.runs import Spec, run_specs
 
 @dataclass
 class Place:
-    """What a cause may use: the embedded model, a folder of its own, and ways to change things."""
+    """Fixtures for one case: the embedded model, an empty folder, and the monkeypatch."""
 
     model: LanguageModel
     folder: Path
     patch: pytest.MonkeyPatch
 
     def rows(self, prompt: tuple[int, ...] = (1,), **options: Any) -> Rows:
-        """Of a run that has not begun."""
+        """Returns the rows of a run that has not started."""
         return run_specs(self.model, [Spec(prompt)], "greedy", **options).rows
 
     def without_memory(self) -> Place:
-        """No device has anything to give."""
+        """Makes every device report 0 free bytes."""
         self.patch.setattr(free_memory, "free_bytes", lambda device: 0)
         return self
 
@@ -70,7 +70,7 @@ GREEDY = entropix_jax.load_sampler("greedy")
 BANNED = GREEDY.with_values({"draw.bans": [2**30]})
 RAISED = GREEDY.with_values({"draw.bias": [[5, 1.0], [2**30, 1.0]]})
 
-# The call, and the line.
+# The call, and its error message.
 CAUSES: list[tuple[Callable[[Place], Any], str]] = [
     (lambda at: entropix_jax.load("no folder"), "no such model"),
     (other_architecture, "config.json: .*gpt2"),
@@ -103,7 +103,7 @@ CAUSES: list[tuple[Callable[[Place], Any], str]] = [
 
 
 @pytest.mark.parametrize(("call", "line"), CAUSES, ids=[line for _, line in CAUSES])
-def test_an_error(
+def test_user_errors_are_one_line(
     call: Callable[[Place], Any],
     line: str,
     tiny: LanguageModel,
@@ -115,7 +115,7 @@ def test_an_error(
     assert "\n" not in str(error.value)
 
 
-def test_errors_of_a_program(tiny: LanguageModel) -> None:
+def test_misuse_raises_type_errors(tiny: LanguageModel) -> None:
     wrong: Any = {"max_tokens": 1}
     with pytest.raises(TypeError, match="max_tokens"):
         entropix_jax.stream(tiny, "x", **wrong)

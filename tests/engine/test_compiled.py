@@ -1,4 +1,4 @@
-"""What XLA makes of a decode step: no timing, but the reasons why it is fast."""
+"""Compiled decode steps: copies, aliasing, and the bytes read. Nothing is timed."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from tests.support.samplers import FEW, LANES, LITERAL, params_of
 
 pytestmark = pytest.mark.slow
 
-# Shapes that nothing but the weights has; several blocks of the rows that are widened at a time,
-# and an MLP wide enough for its vectors to be split. Only compiled: no array of them is made.
+# Only the weights have these shapes. Rows are widened in several blocks, and the MLP is wide enough
+# for its vectors to be split. Programs are compiled from shapes, without allocating any array.
 CONFIG = tiny_config(
     vocab_size=1280, width=1024, mlp_width=4352, num_layers=2, num_heads=8, num_kv_heads=4,
     head_dim=128, tied_head=False,
 )  # fmt: skip
 WINDOW = CAPACITY = 512
 TYPES = ("float32", "bfloat16", "int8")
-# Type, slots, and whether the lanes take part. Each compiles for some ten seconds.
+# Weight type, slots, and whether the step runs the lanes. Each compiles in about ten seconds.
 STEPS = (("float32", 1, False), ("bfloat16", 1, False), ("bfloat16", 4, True), ("int8", 4, True))
-# What computes nothing and copies nothing.
+# Operations that neither compute nor copy.
 _FREE = ("parameter", "get-tuple-element", "tuple", "while", "conditional", "call", "bitcast",
          "opt-barrier", "constant")  # fmt: skip
 
 
 def params_in(weights: str) -> Params:
-    """The shapes of weights as a folder of that type is loaded on a CPU."""
+    """Returns the shapes of weights, as loaded on a CPU from a folder of that type."""
     float32 = jnp.dtype("float32")
 
     def weight(spec: ParamSpec) -> Any:
@@ -84,7 +84,7 @@ def compiled(weights: str, batch: int, lanes: bool, capacity: int = CAPACITY) ->
 
 
 def instructions(text: str) -> list[tuple[str, str, str]]:
-    """Name, shape and operation of what stands outside of fusions."""
+    """Returns the name, shape and operation of each instruction outside fusions."""
     found, fused = [], False
     for line in text.splitlines():
         if line and not line.startswith(" "):
@@ -98,9 +98,9 @@ def instructions(text: str) -> list[tuple[str, str, str]]:
 
 @pytest.mark.parametrize(("weights", "batch", "lanes"), STEPS)
 def test_nothing_large_is_copied(weights: str, batch: int, lanes: bool) -> None:
-    """Of the weights, neither a whole matrix nor its transpose comes out of anything, in any type.
-    Of the cache there are writes of each array at least, but no copy, neither before a token is
-    written nor for what reads it. The plan of memory is a lower bound of what the step takes."""
+    """No operation outputs a whole weight matrix or its transpose, in any type. Cache arrays are
+    written but never copied, neither before a write nor for a read. The memory plan is a lower
+    bound of the memory that the step uses."""
     program = compiled(weights, batch, lanes)
     made = [
         (operation, shape[shape.index("[") :])
@@ -124,8 +124,8 @@ def test_nothing_large_is_copied(weights: str, batch: int, lanes: bool) -> None:
     assert 0.5 * taken < plan.total <= taken
 
 
-def test_vectors_are_not_made_anew_for_each_row_of_a_weight() -> None:
-    """The products with narrow weights take a vector and the weight, nothing else."""
+def test_narrow_products_have_two_operands() -> None:
+    """Products with narrow weights take a vector and the weight, and no widened copy."""
     text = compiled("bfloat16", 1, False).as_text()
     products = re.findall(r" fusion\(([^)]*)\), kind=kLoop[^\n]*_widening_product[^\n]*dot_", text)
     assert len(products) >= 8 * CONFIG.num_layers + 1
@@ -134,9 +134,9 @@ def test_vectors_are_not_made_anew_for_each_row_of_a_weight() -> None:
 
 @pytest.mark.parametrize(("weights", "batch", "lanes"), STEPS)
 def test_no_reshape_is_left_between_layers(weights: str, batch: int, lanes: bool) -> None:
-    """What a layer adds to is of the shape that products have. With rows and tokens apart XLA moves
-    a reshape through one layer in each round of its passes, up to 25 rounds: 1B's step took 29 s to
-    compile instead of 18."""
+    """The residual stream has the shape of the products. With separate axes for rows and tokens,
+    XLA moves a reshape through one layer in each round of its passes, up to 25 rounds. The step of
+    1B then took 29 s to compile instead of 18."""
     text = lowered(weights, batch, lanes).as_text()
     sums = re.findall(rf"stablehlo\.add .* : tensor<([0-9x]+)x{CONFIG.width}xf32>", text)
     assert set(sums) == {str(batch + LANES if lanes else batch)}
@@ -144,8 +144,7 @@ def test_no_reshape_is_left_between_layers(weights: str, batch: int, lanes: bool
 
 @pytest.mark.parametrize(("lanes", "capacity"), [(False, CAPACITY), (True, CAPACITY + 128)])
 def test_the_state_is_written_in_place(lanes: bool, capacity: int) -> None:
-    """Donation took: as many bytes are aliased as the state has, where not all slots are read,
-    too."""
+    """Donation aliases all bytes of the state, also where not all slots are read."""
     weights, batch = "float32", 1
     state = sum(x.nbytes for x in jax.tree.leaves(state_of(batch, capacity)))
     program = compiled(weights, batch, lanes, capacity)
@@ -156,8 +155,8 @@ def test_the_state_is_written_in_place(lanes: bool, capacity: int) -> None:
     ("weights", "batch"), [*((one, 1) for one in TYPES), ("bfloat16", 4), ("int8", 4)]
 )
 def test_a_step_reads_each_weight_once(weights: str, batch: int) -> None:
-    """As XLA counts the bytes of a forward pass: the weights as they are stored, and for the cache
-    and all else less than eight times the cache. A widened copy would add twice the weights."""
+    """XLA counts the bytes of a forward pass: the weights as stored, and less than eight times the
+    cache for everything else. A widened copy would add twice the weights."""
     params = params_in(weights)
     cache = init_cache(CONFIG, batch, WINDOW, jnp.dtype("float32"))
     one = jnp.ones((batch, 1), jnp.int32)

@@ -1,4 +1,4 @@
-"""Rows through slots: each is itself whatever runs beside it, and no slot stands empty for long."""
+"""Rows on slots: results do not depend on the other rows, and free slots are refilled."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from tests.support.runs import Spec, ids_of, is_same, requests, set_pace
 from tests.support.samplers import LITERAL
 
 CAPACITY = 512
-SLOTS = 4  # one number for all, so that few programs are compiled
+SLOTS = 4  # the same in all tests, so that few programs are compiled
 
 
-def of(
+def request_of(
     model: LanguageModel,
     prompt: Sequence[int],
     row_id: str,
@@ -44,7 +44,7 @@ def of(
 def run(
     model: LanguageModel, wanted: Sequence[Request], slots: int = SLOTS
 ) -> tuple[Engine, list[Row], list[Event]]:
-    """Runs requests; an engine that is asked for chunks without end is stuck."""
+    """Runs requests, and fails after 1000 chunks, since the engine is then stuck."""
     engine = Engine(model, slots=slots, capacity=CAPACITY)
     dispatch, chunks = engine._dispatch, itertools.count()
 
@@ -57,8 +57,8 @@ def run(
     return engine, rows, list(engine.run(rows))
 
 
-def alone(row: Row, model: LanguageModel) -> Row:
-    """The row once more, from the beginning, with no other beside it."""
+def run_alone(row: Row, model: LanguageModel) -> Row:
+    """Runs the row again from the beginning, with no other row."""
     return run(model, [row.request], 1)[1][0]
 
 
@@ -81,7 +81,7 @@ PRESETS = (LITERAL, "greedy", "document-001", "top-p", "mirostat", "entropix")
 
 
 def mixed(model: LanguageModel, number: int, forks: bool = True) -> list[Request]:
-    """Requests of all sorts: lengths, budgets, samplers, seeds."""
+    """Returns requests with different prompts, budgets, samplers and seeds."""
     prompts, budgets = texts(model), np.random.default_rng(5).integers(1, 60, number).tolist()
     names = [PRESETS[i % len(PRESETS)] if i % 3 else LITERAL for i in range(number)]
     samplers = [load_sampler(name) for name in names]
@@ -91,15 +91,15 @@ def mixed(model: LanguageModel, number: int, forks: bool = True) -> list[Request
             for one in samplers
         ]
     return [
-        of(model, prompts[i % len(prompts)], f"row {i}", budget, sampler, seed=i % 2)
+        request_of(model, prompts[i % len(prompts)], f"row {i}", budget, sampler, seed=i % 2)
         for i, (budget, sampler) in enumerate(zip(budgets, samplers, strict=True))
     ]
 
 
 @pytest.mark.usefixtures("optimized")
-def test_rows_are_the_rows_alone(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More rows than slots, each with its own sampler, seed and budget. Each alone has the program
-    that all together have: that a smaller one gives the same is `test_programs`' to tell."""
+def test_rows_equal_rows_run_alone(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows than slots, each with its own sampler, seed and budget. Single rows use the program
+    of the whole batch. `test_programs` checks that smaller programs give the same results."""
     requests = mixed(tiny, 14)
     used = frozenset().union(*(one.sampler.parts.used for one in requests))
     monkeypatch.setattr(Sampler, "parts", lambda self, _: Parts(self.mechanisms, used))
@@ -108,8 +108,8 @@ def test_rows_are_the_rows_alone(tiny: LanguageModel, monkeypatch: pytest.Monkey
     actions = {token.action for row in together for token in row.tokens}
     assert {"argmax", "inject", "branch", "adaptive", "sample"} <= actions
     for row in together:
-        assert is_same(row, alone(row, tiny))
-        # Every event of a row names it, in order.
+        assert is_same(row, run_alone(row, tiny))
+        # The events of a row come in the order of their positions.
         told = [e.token.position for e in events if e.row is row and e.token is not None]
         assert told == sorted(told)
         assert told[0] == len(row.request.prompt)
@@ -117,12 +117,12 @@ def test_rows_are_the_rows_alone(tiny: LanguageModel, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("forks", [False, True])
-def test_the_rows_beside_it_and_its_slot_do_not_show(
+def test_results_depend_on_neither_other_rows_nor_slots(
     tiny: LanguageModel, request: pytest.FixtureRequest, forks: bool
 ) -> None:
-    """To the last digit, in one window, where no row forks, and to rounding where a row beside it
-    needs the lanes: a run that is taken up again gives the results that it would have. Nor does
-    what an engine ran before, even where that run was left early."""
+    """Results are equal bit for bit, within one window, if no row forks, and to rounding if another
+    row needs the lanes. A resumed run thus gives the same results. Earlier runs of the engine have
+    no effect either, even an aborted one."""
     if not forks:
         request.getfixturevalue("optimized")
     wanted = mixed(tiny, 10, forks)
@@ -146,11 +146,11 @@ def test_the_rows_beside_it_and_its_slot_do_not_show(
 
 
 def test_a_free_slot_is_taken_at_once(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy rows commit a token a step, so that the count of steps is known."""
+    """Greedy rows commit one token per step, so the number of steps is known."""
     set_pace(monkeypatch, 32)
     budgets = [3, 17, 5, 9, 2, 30, 8, 6, 11, 4]
     prompt = texts(tiny)[0]
-    engine, _, _ = run(tiny, [of(tiny, prompt, str(i), n) for i, n in enumerate(budgets)])
+    engine, _, _ = run(tiny, [request_of(tiny, prompt, str(i), n) for i, n in enumerate(budgets)])
     finished = [0] * SLOTS
     for budget in budgets:  # each to the slot that is free first
         first = min(finished)
@@ -159,10 +159,10 @@ def test_a_free_slot_is_taken_at_once(tiny: LanguageModel, monkeypatch: pytest.M
     assert engine.useful == sum(budgets)
 
 
-def test_a_prompt_that_another_row_has_is_not_run_again(
+def test_a_shared_prompt_is_prefilled_once(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of one prompt, more of them than slots, one of which is far on when others come."""
+    """A prompt has more rows than there are slots, so some start while another is far ahead."""
     prompt = texts(tiny)[1]
     calls = []
 
@@ -171,14 +171,14 @@ def test_a_prompt_that_another_row_has_is_not_run_again(
         return prefill(*args, **kwargs)
 
     monkeypatch.setattr(prompts, "prefill", counted)
-    wanted = [of(tiny, prompt, f"row {i}", 5 if i else 60, "top-p") for i in range(8)]
+    wanted = [request_of(tiny, prompt, f"row {i}", 5 if i else 60, "top-p") for i in range(8)]
     _, together, _ = run(tiny, wanted)
     assert len(calls) == 1
-    # Beside them, a row whose prompt only begins alike: it has its own.
-    _, (*_, longer), _ = run(tiny, [*wanted, of(tiny, [*prompt, 5], "longer", 9, "top-p")])
+    # A longer prompt with the same beginning gets its own prefill.
+    _, (*_, longer), _ = run(tiny, [*wanted, request_of(tiny, [*prompt, 5], "longer", 9, "top-p")])
     assert len(calls) == 3
     for row in [*together, longer]:
-        other = alone(row, tiny)
+        other = run_alone(row, tiny)
         assert ids_of(row) == ids_of(other), row.number
         for name in ("entropy", "attn_entropy", "interaction_strength"):
             values = [getattr(token, name) for token in other.tokens]
@@ -187,7 +187,7 @@ def test_a_prompt_that_another_row_has_is_not_run_again(
 
 
 def test_requests_are_fetched_when_there_is_room(tiny: LanguageModel) -> None:
-    """An input of any length is held one row ahead, no more. The engine makes the rows."""
+    """The engine reads its input at most one request ahead, and creates the rows."""
     wanted = mixed(tiny, 9)
     fetched: list[Request] = []
     ended = 0
@@ -204,10 +204,10 @@ def test_requests_are_fetched_when_there_is_room(tiny: LanguageModel) -> None:
     assert len(fetched) == ended == 9
 
 
-def test_a_row_that_went_on_past_its_stop_string_holds_nobody(
+def test_a_row_past_its_stop_string_does_not_block_others(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device has run it to its budget, which fills the window, before the host saw the text."""
+    """The device runs it to its budget, which fills the window, before the host sees the text."""
     monkeypatch.setattr(module, "DECODE_WINDOW", 64)
     set_pace(monkeypatch, 32)
     long, short = texts(tiny)[0], texts(tiny)[4][:2]
@@ -215,7 +215,7 @@ def test_a_row_that_went_on_past_its_stop_string_holds_nobody(
 
     def rows(stop: Sequence[str] = ()) -> list[Row]:
         wanted = ((long, "long", budget), (short, "short", 80))
-        return run(tiny, [of(tiny, *one, stop=stop) for one in wanted])[1]
+        return run(tiny, [request_of(tiny, *one, stop=stop) for one in wanted])[1]
 
     whole = rows()
     text = whole[0].text
@@ -228,24 +228,27 @@ def test_a_row_that_went_on_past_its_stop_string_holds_nobody(
     stopped = rows([stop])
     assert [row.finish_reason for row in stopped] == ["stop", "length"]
     assert len(stopped[0].tokens) < budget
-    # Floats may differ: how far a step reads the cache follows the longest row beside it.
+    # Floats may differ, since the decode window follows the longest running row.
     assert is_same(stopped[1], whole[1])
 
 
-def test_a_row_that_fails_at_the_end_of_the_window_holds_nobody(
+def test_a_row_that_fails_at_the_window_end_does_not_block_others(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "DECODE_WINDOW", 64)
     good, bad = texts(tiny)[0][:2]
     params = replace(poisoned(bad)(tiny.params), head=tiny.params.embedding)
     model = replace(tiny, params=params)
-    wanted = [of(tiny, [good] * 63 + [bad], "fails", 9), of(tiny, [good], "other", 20)]
+    wanted = [
+        request_of(tiny, [good] * 63 + [bad], "fails", 9),
+        request_of(tiny, [good], "other", 20),
+    ]
     _, rows, _ = run(model, wanted)
     assert [row.finish_reason for row in rows] == ["error", "length"]
 
 
-def test_end_tokens_are_each_rows_own(tiny: LanguageModel) -> None:
-    request = of(tiny, texts(tiny)[0], "0", 20)
+def test_each_row_has_its_own_end_tokens(tiny: LanguageModel) -> None:
+    request = request_of(tiny, texts(tiny)[0], "0", 20)
     _, (whole,), _ = run(tiny, [request])
     all_ = ids_of(whole)
     ends: list[tuple[int, ...]] = [(), (all_[4],), (all_[9], all_[7])]
@@ -256,10 +259,10 @@ def test_end_tokens_are_each_rows_own(tiny: LanguageModel) -> None:
         assert row.finish_reason == ("eos" if own else "length")
 
 
-def test_samplers_of_one_run_share_their_arms(tiny: LanguageModel) -> None:
+def test_samplers_of_one_run_must_share_mechanisms(tiny: LanguageModel) -> None:
     other = load_sampler("greedy").with_arm("own", lambda *_: pytest.fail("never chosen"))
     with pytest.raises(UserError, match="must have the same mechanisms"):
-        run(tiny, [of(tiny, [5], "0", 3), of(tiny, [5], "1", 3, other)])
+        run(tiny, [request_of(tiny, [5], "0", 3), request_of(tiny, [5], "1", 3, other)])
 
 
 @pytest.mark.parametrize(
@@ -275,10 +278,10 @@ def test_samplers_of_one_run_share_their_arms(tiny: LanguageModel) -> None:
         ("Guests", 1, None, "holds 'G', which is not a token id"),
     ],
 )
-def test_budgets(
+def test_prompts_and_budgets_are_checked(
     tiny: LanguageModel, prompt: list[int], budget: int, capacity: int | None, expected: int | str
 ) -> None:
-    request = of(tiny, prompt, "0", budget)
+    request = request_of(tiny, prompt, "0", budget)
     if isinstance(expected, int):
         assert check_request(tiny, request, capacity) == expected
     else:
@@ -289,4 +292,4 @@ def test_budgets(
 def test_a_sampler_must_be_calibrated(tiny: LanguageModel) -> None:
     loaded: Any = load_sampler("greedy")
     with pytest.raises(UserError, match="the sampler is not calibrated"):
-        check_request(tiny, replace(of(tiny, [5], "0", 1), sampler=loaded))
+        check_request(tiny, replace(request_of(tiny, [5], "0", 1), sampler=loaded))

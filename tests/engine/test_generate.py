@@ -1,4 +1,4 @@
-"""Generation as a Python user calls it: rows, budgets, ends, and that pacing changes nothing."""
+"""Generation through the Python API: rows, budgets, ends, recording, hooks and pacing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RECORDING = Recording(top=MAX_TOP, layers=True)
 
 
 def ids(number: int, first: int = 60) -> list[int]:
-    """A prompt of single bytes."""
+    """Returns a prompt of single-byte tokens."""
     return [token_ids()["<|begin_of_text|>"], *range(first, first + number - 1)]
 
 
@@ -47,7 +47,7 @@ def run(model: LanguageModel, wanted: Sequence[Spec], **options: Any) -> list[Ro
 
 
 def same(one: Row, other: Row) -> bool:
-    """The same row, wherever in its batch it was, floats to the last bit."""
+    """Compares two rows bit for bit, except for their index in the batch."""
     one_tokens, other_tokens = ([replace(t, row=0) for t in row.tokens] for row in (one, other))
     ends = [(row.text, row.finish_reason) for row in (one, other)]
     return one_tokens == other_tokens and ends[0] == ends[1]
@@ -55,11 +55,11 @@ def same(one: Row, other: Row) -> bool:
 
 @pytest.fixture(scope="module")
 def whole(model: LanguageModel) -> Row:
-    """What the default sampler writes after five tokens."""
+    """A row of the default sampler after a prompt of five tokens."""
     return run(model, requests([ids(5)]))[0]
 
 
-def test_a_row(model: LanguageModel, whole: Row) -> None:
+def test_records_of_a_row(model: LanguageModel, whole: Row) -> None:
     (plain,) = run(model, requests([ids(5)]), sampler="document-001")
     for row in (whole, plain):
         assert [token.position for token in row.tokens] == list(range(5, 5 + TOKENS))
@@ -73,7 +73,7 @@ def test_a_row(model: LanguageModel, whole: Row) -> None:
         assert counts["forwards"] == row.tokens[-1].forwards
     assert [token.forwards for token in plain.tokens] == list(range(TOKENS))  # a step a token
     assert plain.to_json()["retracted"] == 0
-    # Rolled out and taken back tokens count, too.
+    # Rollouts and retracted tokens cost forward passes, too.
     counts, forwards = whole.to_json(), [token.forwards for token in whole.tokens]
     assert forwards == sorted(forwards)
     assert {"branch", "backspace"} <= counts["actions"].keys()
@@ -81,7 +81,7 @@ def test_a_row(model: LanguageModel, whole: Row) -> None:
     assert forwards[-1] >= TOKENS - 1 + counts["retracted"]
 
 
-def test_pacing_changes_nothing(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_ignore_the_pace(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = requests([ids(5), ids(9, 70), ids(3)])
     stop = run(model, wanted)[1].text[20:25]
     expected = run(model, wanted, stop=[stop])
@@ -91,7 +91,7 @@ def test_pacing_changes_nothing(model: LanguageModel, monkeypatch: pytest.Monkey
         assert all(map(same, run(model, wanted, stop=[stop]), expected)), steps
 
 
-def test_the_seed_and_the_row_id_make_the_draws(model: LanguageModel) -> None:
+def test_draws_depend_on_seed_and_row_id(model: LanguageModel) -> None:
     def texts(seed: int, row_id: str) -> str:
         (row,) = run(model, [Spec(ids(20), row_id, TOKENS)], seed=seed)
         return row.text
@@ -110,7 +110,7 @@ def test_a_row_ends_at_the_last_position(model: LanguageModel) -> None:
     assert row.finish_reason == "length"
 
 
-def test_the_end_of_a_turn_ends_a_chat(model: LanguageModel) -> None:
+def test_the_turn_end_token_ends_chat_rows(model: LanguageModel) -> None:
     base = replace(model, eos_ids=(7,))
     turn_end = token_ids()["<|eot_id|>"]
     for chat in (True, False):
@@ -123,7 +123,7 @@ def test_the_end_of_a_turn_ends_a_chat(model: LanguageModel) -> None:
 
 def test_stop_strings(model: LanguageModel, whole: Row) -> None:
     texts = [token.text for token in whole.tokens]
-    # Over three tokens, and from the middle of one to the middle of another.
+    # It spans three tokens, from the middle of the first to the middle of the last.
     first = next(
         i
         for i in range(5, TOKENS - 3)
@@ -140,7 +140,7 @@ def test_stop_strings(model: LanguageModel, whole: Row) -> None:
     assert row.finish_reason == "stop"
     assert row.text == shown == whole.text[: whole.text.index(stop)]
     assert ids_of(row) == ids_of(whole)[: first + 3]  # the token that completes it
-    # Text that was held back comes at the end.
+    # Held-back text is emitted at the end.
     stop = whole.text[-3:] + "and never this"
     generation = run_specs(model, requests([ids(5)]), stop=[stop], ignore_eos=True)
     *_, last = generation
@@ -149,7 +149,7 @@ def test_stop_strings(model: LanguageModel, whole: Row) -> None:
 
 
 def test_a_stop_string_may_be_a_control_token(model: LanguageModel, whole: Row) -> None:
-    """It has no text, so its id ends the row. One that the caller names as an end is an end."""
+    """A control token has no text, so its id ends the row, even with `ignore_eos`."""
     name = "<|start_header_id|>"
     forced = load_sampler("greedy").with_values({"draw.bias": [[token_ids()[name], 100.0]]})
     options: Any = {"max_new_tokens": 6, "ignore_eos": True}
@@ -158,7 +158,7 @@ def test_a_stop_string_may_be_a_control_token(model: LanguageModel, whole: Row) 
     for stop in (name, ["never", name]):
         (row,) = generate(model, "Once", forced, stop=stop, **options)
         assert (row.finish_reason, ids_of(row), row.text) == ("stop", [token_ids()[name]], "")
-    # As ordinary text it still is a stop string.
+    # Ordinary text still works as a stop string.
     assert generate(model, "Once", "greedy", stop=" ", **options)[0].finish_reason == "stop"
 
 
@@ -176,7 +176,7 @@ def test_a_list_of_prompts_is_a_batch(
     alone = [twice[0], *generate(model, chat, "min-p", **options), twice[1]]
     alone += generate(model, "12 + 7 =", "min-p", **options)
     assert all(map(is_same, rows, alone))
-    # Prompt by prompt; a run with several has no one trace.
+    # Rows are ordered by prompt. A run with several prompts has no trace.
     rows = generate(model, prompts[:2], "min-p", samples=2, **options)
     assert [row.request.row_id for row in rows] == ["0", "1", "0", "1"]
     with pytest.raises(UserError, match="a trace needs rows of one run with one prompt"):
@@ -184,7 +184,7 @@ def test_a_list_of_prompts_is_a_batch(
 
 
 def test_an_unfinished_character_belongs_to_the_last_token(model: LanguageModel) -> None:
-    """A budget that ends in the middle of a character: U+FFFD, in the trace as in the text."""
+    """A budget that ends within a character gives U+FFFD, in the trace as in the text."""
     leads = range(0xC2, 0xF5)  # the first bytes of longer characters; a byte is its own id
     row = next(
         row
@@ -198,9 +198,7 @@ def test_an_unfinished_character_belongs_to_the_last_token(model: LanguageModel)
     assert row.text == "".join(token.text for token in row.tokens)
 
 
-def test_logits_that_are_not_numbers_end_their_row_alone(
-    model: LanguageModel, tmp_path: Path
-) -> None:
+def test_non_finite_logits_end_only_their_row(model: LanguageModel, tmp_path: Path) -> None:
     rows = run(model, requests([ids(20)] * 3))
     seen = [ids_of(row) for row in rows]
     lost = [token.token_id for row in rows for token in row.retracted_tokens]
@@ -224,8 +222,8 @@ def test_logits_that_are_not_numbers_end_their_row_alone(
     assert pieces == [row.text for row in generation.rows], "held text is given on an error too"
 
 
-def test_a_run_that_is_asked_to_stop(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Each step gives one token of each row, and nothing is taken back.
+def test_stop_and_interrupt(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each step commits one token per row, and nothing is retracted.
     generation = run_specs(model, requests([ids(5)] * 3), "document-001", ignore_eos=True)
     events = 0
     for event in generation:
@@ -238,8 +236,8 @@ def test_a_run_that_is_asked_to_stop(model: LanguageModel, monkeypatch: pytest.M
     assert [len(row.tokens) for row in generation.rows] == [11, 11, 10]
 
 
-def test_what_is_recorded(model: LanguageModel) -> None:
-    """Of the distribution that each token came from, a branch's and a replacement's, too."""
+def test_recorded_distributions(model: LanguageModel) -> None:
+    """The records describe each token's own distribution, also for branches and backspaces."""
     (row,) = run(model, requests([ids(5)]), recording=RECORDING)
     tokens = row.tokens
     assert {"branch", "backspace"} <= {token.action for token in tokens}
@@ -262,7 +260,7 @@ def test_what_is_recorded(model: LanguageModel) -> None:
     assert found > 5
 
 
-def test_prompts(model: LanguageModel) -> None:
+def test_encode_prompt(model: LanguageModel) -> None:
     special = token_ids()
     begin = special["<|begin_of_text|>"]
     plain, chat = (encode_prompt(model, "Once", chat=chat) for chat in (False, True))
@@ -279,7 +277,7 @@ def test_prompts(model: LanguageModel) -> None:
 # Hooks
 
 
-# A thought is due in about every other step.
+# Injects a thought in about every other step.
 ASKING = load_sampler(LITERAL).with_values(
     {
         "regimes.helv": ["entropy > 1.5"],
@@ -291,7 +289,7 @@ ASKING = load_sampler(LITERAL).with_values(
 
 
 class Shown:
-    """One row, and the text of it that is shown so far."""
+    """A run of one row, with its text emitted so far."""
 
     def __init__(self, model: LanguageModel, **options: Any) -> None:
         self.model, self.shown = model, ""
@@ -304,12 +302,12 @@ class Shown:
 
 
 class Library(Shown):
-    """Returns its texts one after the other, again and again, and checks what it is given."""
+    """A `retrieve` hook that cycles through its texts and checks its argument."""
 
     def __init__(self, model: LanguageModel, texts: Sequence[str], **options: Any) -> None:
         super().__init__(model, retrieve=self.retrieve, **options)
         self.texts = texts
-        self.found: list[tuple[int, str]] = []  # after how many tokens was which text returned
+        self.found: list[tuple[int, str]] = []  # the number of tokens, and the text returned there
 
     def retrieve(self, text: str) -> str:
         (row,) = self.generation.rows
@@ -322,7 +320,7 @@ class Library(Shown):
 
 
 def check_answers(model: LanguageModel, row: Row, library: Library, thoughts: list[str]) -> None:
-    """Each answer stands where it was asked for; where it cannot, the thought whose turn it is."""
+    """Checks that each answer is injected where requested, or the next thought if it cannot be."""
 
     def encode(text: str) -> list[int]:
         return model.tokenizer.encode(text, add_bos=False) if text else []
@@ -352,7 +350,7 @@ def check_answers(model: LanguageModel, row: Row, library: Library, thoughts: li
         (["", "a fact"], []),
     ],
 )
-def test_what_is_retrieved_is_injected(
+def test_retrieved_texts_are_injected(
     model: LanguageModel, texts: list[str], thoughts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler = ASKING.with_values({"inject.thought": thoughts})
@@ -368,8 +366,8 @@ def test_what_is_retrieved_is_injected(
 
 
 @pytest.mark.parametrize("kind", ["draw.bans", "draw.bias"])
-def test_no_text_with_a_banned_token_is_written(model: LanguageModel, kind: str) -> None:
-    """The sampler's own thought stands in for a retrieved text; a bias of -100 bans, too."""
+def test_texts_with_banned_tokens_are_not_injected(model: LanguageModel, kind: str) -> None:
+    """The sampler's own thought replaces the retrieved text. A bias of -100 bans, too."""
 
     def written(*banned: str, retrieve: bool = True) -> set[str]:
         tokens = [model.tokenizer.encode_within(text)[-1] for text in banned]
@@ -389,9 +387,9 @@ def test_no_text_with_a_banned_token_is_written(model: LanguageModel, kind: str)
     assert written("Hm.", retrieve=False) == set()
 
 
-def test_texts_within_a_text_keep_their_spaces(model: LanguageModel, tmp_path: Path) -> None:
-    """Thoughts, passages, branches and likely tokens, of a tokenizer that puts a space before a
-    text, and drops it again."""
+def test_inserted_texts_keep_their_spaces(model: LanguageModel, tmp_path: Path) -> None:
+    """Thoughts, passages, branches and likely tokens keep them with a tokenizer that adds a space
+    before a text, and drops it again."""
     spaced = replace(model, tokenizer=load_tokenizer(save(tmp_path, byte_fallback())))
     prompt = spaced.tokenizer.encode("a cat", add_bos=True)
     wanted = [Spec(prompt, "0", TOKENS)]
@@ -412,8 +410,8 @@ def test_texts_within_a_text_keep_their_spaces(model: LanguageModel, tmp_path: P
     assert all(branch.text.startswith(" a") for branch in known)
 
 
-def test_a_hook_that_gives_what_it_may_not(model: LanguageModel) -> None:
-    """As a function that forgot its `return` does."""
+def test_invalid_hook_results_are_reported(model: LanguageModel) -> None:
+    """A hook without a `return` gives None."""
     with pytest.raises(UserError, match=r"^retrieve gave None: expected a text"):
         run(model, requests([ids(5)]), sampler=ASKING, retrieve=lambda text: None)
     for answer in (2, -1, "first"):
@@ -422,8 +420,8 @@ def test_a_hook_that_gives_what_it_may_not(model: LanguageModel) -> None:
             run(model, requests([ids(5)]), sampler=FORKING, **options)
 
 
-def test_rows_ask_each_for_itself(model: LanguageModel) -> None:
-    """What a row is told is written into that row, and it waits alone in the text, not in time."""
+def test_each_row_gets_its_own_retrieved_text(model: LanguageModel) -> None:
+    """Retrieved text goes into the row that asked, and the other rows do not change."""
     wanted = requests([ids(5), ids(9, 70), ids(3)])
 
     def retrieve(text: str) -> str:
@@ -435,11 +433,11 @@ def test_rows_ask_each_for_itself(model: LanguageModel) -> None:
         assert is_same(row, *run(model, [request], sampler=ASKING, retrieve=retrieve))
 
 
-def test_a_row_that_waits_when_its_text_has_ended(
+def test_a_row_that_ends_while_it_waits_does_not_block_others(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stop string is found when the device has gone on, to the next question even: that row
-    gets no answer, and must not keep the others."""
+    """The host finds the stop string when the device has already reached the next question. The row
+    gets no answer, and must not block the others."""
     wanted = requests([ids(5), ids(9, 70), ids(3)])
     asked: list[str] = []
 
@@ -467,12 +465,12 @@ def test_a_row_that_waits_when_its_text_has_ended(
         for row, full in ((first, whole[0].text), (second, whole[1].text)):
             assert row.finish_reason == ("stop" if stop in full else "length")
             assert row.text == full.partition(stop)[0]
-        # Nobody asks for a row whose text has ended.
+        # `retrieve` is not called for a row whose text has ended.
         prompt = model.tokenizer.decode(ids(5))
         assert not any(text.startswith(prompt) and stop in text for text in asked)
 
 
-# Branches nearly everywhere, whose scores are always too close to call.
+# Branches in nearly every step, with scores that are always ambiguous.
 FORKING = load_sampler(LITERAL).with_values(
     {
         "regimes.lelv": ["entropy < -1"],
@@ -488,7 +486,7 @@ FORKING = load_sampler(LITERAL).with_values(
 
 
 class Person(Shown):
-    """Always gives the same answer, and checks what was asked."""
+    """An `ask` hook that always gives the same answer and checks its arguments."""
 
     def __init__(self, model: LanguageModel, answer: int | None, **options: Any) -> None:
         super().__init__(model, ask=lambda row, texts: self.ask(row, texts), **options)
@@ -506,7 +504,7 @@ class Person(Shown):
 
 
 def committed(row: Row, at: int) -> list[int]:
-    """The tokens of the branch that begins at a token, as far as they were committed."""
+    """Returns the committed tokens of the branch that begins at token `at`."""
     token = row.tokens[at]
     assert token.branches is not None
     (chosen,) = [branch for branch in token.branches if branch.chosen]
@@ -518,7 +516,7 @@ def committed(row: Row, at: int) -> list[int]:
     return tokens
 
 
-def test_nobody_is_asked_about_a_clear_choice(model: LanguageModel) -> None:
+def test_ask_is_not_called_for_clear_choices(model: LanguageModel) -> None:
     person = Person(model, 1, sampler=FORKING.with_values({"branch.margin": 0.0}))
     branches = [token.ambiguous for token in person.run().tokens if token.branches is not None]
     assert (person.asked, branches) == ([], [False] * 4)
@@ -526,7 +524,7 @@ def test_nobody_is_asked_about_a_clear_choice(model: LanguageModel) -> None:
 
 @pytest.mark.parametrize("answer", [None, 0, 1])
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_person_chooses_between_close_branches(
+def test_ask_chooses_between_close_branches(
     model: LanguageModel, answer: int | None, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler = FORKING.with_values({"branch.commit_all": whole})
@@ -547,12 +545,12 @@ def test_a_person_chooses_between_close_branches(
     where = [i for i, token in enumerate(row.tokens) if token.branches is not None]
     assert where == [at for at, _ in person.asked]
     assert len(row.tokens) == TOKENS
-    # The better one is what nobody would have been asked about; the choice is marked all the same.
+    # Without `ask`, the better branch is chosen, and the choice is still marked as ambiguous.
     (alone,) = run(model, requests([ids(5)]), sampler=sampler)
     assert all(token.ambiguous for token in alone.tokens if token.branches is not None)
     assert (ids_of(alone) == ids_of(row)) == (answer != 1)
     for token in row.tokens:
-        if token.action == "branch":  # its candidates were chosen by the same
+        if token.action == "branch":  # the settings that chose its candidates
             assert (token.temperature, token.top_k, token.top_p, token.min_p) == candidates_by
     set_pace(monkeypatch, 3)
     again = Person(model, answer, sampler=sampler)
@@ -560,7 +558,7 @@ def test_a_person_chooses_between_close_branches(
     assert again.asked == person.asked
 
 
-def test_the_time_in_which_a_person_thinks_does_not_count(
+def test_timings_exclude_the_time_in_ask(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     person = Person(model, 0, sampler=FORKING)
@@ -580,11 +578,9 @@ def test_the_time_in_which_a_person_thinks_does_not_count(
     assert 0 < person.generation.timings["total"] < 3600
 
 
-def test_a_stop_string_that_the_last_token_completes_ends_the_row_before_an_error(
-    model: LanguageModel, tmp_path: Path
-) -> None:
-    """The token was held back, as it might have been taken back; the logits after it are bad."""
-    # Nearly all is MID: drawn at once, but not for good.
+def test_a_stop_string_ends_the_row_before_an_error(model: LanguageModel, tmp_path: Path) -> None:
+    """The completing token was held back as retractable, and the logits after it are not finite."""
+    # Nearly every token is MID: sampled at once, but still retractable.
     bounds = {f"regimes.{box}": ["entropy < -1"] for box in BOXES}
     sampler = load_sampler(LITERAL).with_values({**bounds, "regimes.hehv": ["entropy > 6"]})
     generation = run_specs(model, requests([ids(20)]), sampler, ignore_eos=True)

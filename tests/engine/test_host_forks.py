@@ -1,5 +1,5 @@
-"""The host moves rows of a run: forks, rewinds, forced tokens. Each row is then the row alone that
-is given the same text, whatever runs beside it and however far the device was ahead."""
+"""Forks, rewinds, forced tokens and ends of rows of a run. Each moved row equals a fresh row with
+the same text, for any other rows and however far ahead the device was."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SAMPLERS = {"full": FULL, "min-p": load_sampler("min-p"), "mirostat": load_sampl
 PROMPTS = ("Once upon a time", "Mia has 12 apples", "On Sunday", "The capital of")
 
 
-def of(
+def request_of(
     model: LanguageModel, row_id: str, sampler: str = "full", budget: int = 40, **options: Any
 ) -> Request:
     prompt = model.tokenizer.encode(PROMPTS[len(row_id) % len(PROMPTS)], add_bos=True)
@@ -58,7 +58,7 @@ def drive(
     wanted: Iterable[Request | Row],
     look: Callable[[Engine, Event], None] = lambda engine, event: None,
 ) -> list[Row]:
-    """Runs them, and looks after each event. The rows in the order of their first events."""
+    """Runs rows and calls `look` after each event. Returns them in order of first events."""
     engine = Engine(model, slots=SLOTS, capacity=CAPACITY, recording=RECORDING)
     rows: list[Row] = []
     for event in engine.run(wanted):
@@ -69,14 +69,16 @@ def drive(
     return rows
 
 
-def alone(model: LanguageModel, rows: Sequence[tuple[Request, Sequence[TokenRecord], int]]) -> Any:
-    """Rows that go on from these tokens, after so many rewinds, in a run where nothing is moved.
-    One that branches comes first, so that one program does for all runs."""
+def fresh_rows(
+    model: LanguageModel, rows: Sequence[tuple[Request, Sequence[TokenRecord], int]]
+) -> Any:
+    """Runs rows that continue from given tokens, after a number of rewinds, without any moves. A
+    row that branches comes first, so that all runs use one program."""
     taken = [
         Row(request, [replace(t, row=i) for t in tokens], number=i, rewinds=rewinds)
         for i, (request, tokens, rewinds) in enumerate(rows, 1)
     ]
-    drive(model, [Row(of(model, "first")), *taken])
+    drive(model, [Row(request_of(model, "first")), *taken])
     return taken
 
 
@@ -92,7 +94,7 @@ def check_same(row: Row, other: Row, *, forwards: bool = True) -> None:
 
 
 def check_reading(model: LanguageModel, rows: Sequence[Row]) -> None:
-    """Each token's log-probability against one pass over the text."""
+    """Checks each token's log-probability against one pass over the text."""
     for start in range(0, len(rows), 16):
         batch = rows[start : start + 16]
         tokens = np.zeros((16, LONGEST), np.int32)
@@ -106,8 +108,8 @@ def check_reading(model: LanguageModel, rows: Sequence[Row]) -> None:
             np.testing.assert_allclose([t.logprob for t in row.tokens], wanted, atol=1e-4)
 
 
-def check_books(model: LanguageModel, row: Row) -> None:
-    """What a row says of itself agrees with its tokens."""
+def check_bookkeeping(model: LanguageModel, row: Row) -> None:
+    """Checks the log, positions and text of a row against its tokens."""
     first = len(row.request.prompt)
     assert [t.position for t in row.tokens] == [*range(first, first + len(row.tokens))]
     assert [id(t) for t, gone in row.log if not gone] == [*map(id, row.tokens)]
@@ -124,18 +126,18 @@ def _pace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tiny: LanguageModel) -> list[Row]:
-    """Rows that nobody moves."""
+    """Rows without moves."""
     with pytest.MonkeyPatch.context() as patch:
         set_pace(patch, 4)
         names = ("full", "full", "min-p", "mirostat", "full")
-        wanted = [of(tiny, "x" * i, name) for i, name in enumerate(names)]
+        wanted = [request_of(tiny, "x" * i, name) for i, name in enumerate(names)]
         rows = [Row(request, number=i) for i, request in enumerate(wanted)]
         drive(tiny, rows)
         return rows
 
 
-def places(row: Row) -> list[int]:
-    """How many tokens a row had wherever it was between two actions."""
+def counts_between_actions(row: Row) -> list[int]:
+    """Returns the token counts at which a row was between two actions."""
     return [
         n
         for n, (last, token) in enumerate(zip(row.tokens, row.tokens[1:], strict=False), 1)
@@ -145,24 +147,22 @@ def places(row: Row) -> list[int]:
     ]
 
 
-def test_a_row_goes_on_from_any_of_its_tokens_as_it_did(
-    tiny: LanguageModel, whole: list[Row]
-) -> None:
-    """With the same random numbers: the state after each token is all that the sampler knows."""
+def test_a_row_continues_from_any_of_its_tokens(tiny: LanguageModel, whole: list[Row]) -> None:
+    """The random numbers are the same, too. The recorded state is all that the sampler needs."""
     actions = {token.action for row in whole for token in row.tokens}
     assert {"argmax", "inject", "branch", "backspace", "sample"} <= actions
     joined = [t for row in whole for t in row.tokens if t.action == "branch" and t.branches is None]
     assert len(joined) > 3
     assert sum(row.retracted for row in whole) > 10
-    chosen = [(row, n) for row in whole for n in places(row)]
+    chosen = [(row, n) for row in whole for n in counts_between_actions(row)]
     assert len(chosen) > 100
-    taken = alone(tiny, [(row.request, row.tokens[:n], 0) for row, n in chosen])
+    taken = fresh_rows(tiny, [(row.request, row.tokens[:n], 0) for row, n in chosen])
     for (row, _), again in zip(chosen, taken, strict=True):
         check_same(again, row)
-        check_books(tiny, again)
+        check_bookkeeping(tiny, again)
 
 
-def test_recording_states_changes_nothing(tiny: LanguageModel, whole: list[Row]) -> None:
+def test_recording_states_does_not_change_results(tiny: LanguageModel, whole: list[Row]) -> None:
     engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=Recording(top=2))
     rows = [Row(row.request, number=row.number) for row in whole]
     list(engine.run(rows))
@@ -173,10 +173,9 @@ def test_recording_states_changes_nothing(tiny: LanguageModel, whole: list[Row])
 
 
 @pytest.mark.parametrize("back", [0, 7])
-def test_forks_are_rows_alone(tiny: LanguageModel, whole: list[Row], back: int) -> None:
-    """More of them than slots, of every row after its 20th token, and of one after the first tokens
-    of branches: each begins as its row, which goes on as if nothing had been; and then each is
-    itself."""
+def test_fork_equals_a_fresh_row(tiny: LanguageModel, whole: list[Row], back: int) -> None:
+    """Forks every row after its 20th token, and one row after the first tokens of branches, into
+    more rows than slots. Each fork begins as its row, which continues as if not forked."""
     forks: list[tuple[Row, list[TokenRecord], Row]] = []
 
     def look(engine: Engine, event: Event) -> None:
@@ -201,10 +200,10 @@ def test_forks_are_rows_alone(tiny: LanguageModel, whole: list[Row], back: int) 
     for row in whole:
         names = [fork.request.row_id for one, _, fork in forks if one.number == row.number]
         assert names == [f"{row.request.row_id}.{k}" for k in range(1, 1 + len(names))]
-    others = alone(tiny, [(fork.request, kept, 0) for _, kept, fork in forks])
+    others = fresh_rows(tiny, [(fork.request, kept, 0) for _, kept, fork in forks])
     for (row, kept, fork), other in zip(forks, others, strict=True):
         check_same(fork, other)
-        check_books(tiny, fork)
+        check_bookkeeping(tiny, fork)
         spent = kept[-1].forwards if kept else -1
         assert all(token.forwards > spent for token in fork.tokens[len(kept) :])
         assert fork.tokens[: len(kept)] == [replace(t, row=fork.number) for t in kept]
@@ -214,7 +213,7 @@ def test_forks_are_rows_alone(tiny: LanguageModel, whole: list[Row], back: int) 
 
 
 def test_forks_come_before_requests(tiny: LanguageModel) -> None:
-    """Bare requests are numbered as they arrive, forks in between."""
+    """Rows are numbered in the order in which they arrive, so forks precede later requests."""
     ended: list[str] = []
 
     def look(engine: Engine, event: Event) -> None:
@@ -223,7 +222,7 @@ def test_forks_come_before_requests(tiny: LanguageModel) -> None:
             if len(ended) == 1:
                 engine.fork(event.row, 3, position=event.row.tokens[-3].position)
 
-    wanted = [of(tiny, str(i), budget=8 + 4 * i) for i in range(8)]
+    wanted = [request_of(tiny, str(i), budget=8 + 4 * i) for i in range(8)]
     rows = drive(tiny, iter(wanted), look)
     numbers = {row.request.row_id: row.number for row in rows}
     assert numbers == {
@@ -235,8 +234,8 @@ def test_forks_come_before_requests(tiny: LanguageModel) -> None:
 
 
 def test_a_fork_may_have_another_budget(tiny: LanguageModel) -> None:
-    """A row that has spent its own goes on as a fork, and that as any fork."""
-    row, forks = Row(of(tiny, "x", "min-p", budget=6)), []
+    """A row with a spent budget continues as a fork with a larger one."""
+    row, forks = Row(request_of(tiny, "x", "min-p", budget=6)), []
 
     def look(engine: Engine, event: Event) -> None:
         if event.row is row and row.finish_reason is not None:
@@ -249,15 +248,15 @@ def test_a_fork_may_have_another_budget(tiny: LanguageModel) -> None:
     drive(tiny, [row], look)
     (fork,) = forks
     assert (len(row.tokens), len(fork.tokens), fork.finish_reason) == (6, 15, "length")
-    (other,) = alone(tiny, [(fork.request, row.tokens, 0)])
+    (other,) = fresh_rows(tiny, [(fork.request, row.tokens, 0)])
     check_same(fork, other)
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_rewound_rows_are_rows_alone(tiny: LanguageModel, name: str) -> None:
-    """Twice in mid-run, and once more when it has ended and others have its slot; a fork that has
-    the same key, and a row that begins again, too."""
-    row = Row(of(tiny, "x", name))
+def test_rewind_equals_a_fresh_row(tiny: LanguageModel, name: str) -> None:
+    """Rewinds twice in mid-run, the second time to the prompt, and once after the end, when another
+    row has the slot. A fork with the same key gives the same row."""
+    row = Row(request_of(tiny, "x", name))
     seen: list[tuple[list[TokenRecord], int]] = []  # tokens that are kept, and forwards
 
     def look(engine: Engine, event: Event) -> None:
@@ -272,16 +271,16 @@ def test_rewound_rows_are_rows_alone(tiny: LanguageModel, name: str) -> None:
         engine.rewind(row, position)
         assert row.finish_reason is None
         assert row.retracted_tokens[-len(gone) :] == gone
-        check_books(tiny, row)
+        check_bookkeeping(tiny, row)
         seen.append(([*row.tokens], max(token.forwards for token, _ in row.log)))
 
-    others = [Row(of(tiny, f"o{i}", budget=25 + 3 * i), number=1 + i) for i in range(12)]
+    others = [Row(request_of(tiny, f"o{i}", budget=25 + 3 * i), number=1 + i) for i in range(12)]
     drive(tiny, [row, *others], look)
     assert [len(kept) for kept, _ in seen] == [9, 0, 20]
-    check_books(tiny, row)
+    check_bookkeeping(tiny, row)
     kept, spent = seen[-1]
     same_key = replace(row.request, row_id="x~3")
-    again, fork = alone(tiny, [(row.request, kept, 3), (same_key, kept, 0)])
+    again, fork = fresh_rows(tiny, [(row.request, kept, 3), (same_key, kept, 0)])
     check_same(row, again, forwards=False)
     check_same(fork, again)
     assert row.tokens[20].forwards > spent
@@ -290,7 +289,7 @@ def test_rewound_rows_are_rows_alone(tiny: LanguageModel, name: str) -> None:
 
 @pytest.mark.parametrize("action", ["inject", "sample"])
 def test_forced_tokens_come_next(tiny: LanguageModel, action: str) -> None:
-    """On a running row, on one that waits, and on one that is just forked, which waits, too."""
+    """Forces tokens on a running row and on its new forks, some of which wait for slots."""
     text = tiny.tokenizer.encode_within(" Wait...")
     forced: list[tuple[Row, list[TokenRecord]]] = []
 
@@ -302,30 +301,30 @@ def test_forced_tokens_come_next(tiny: LanguageModel, action: str) -> None:
                 engine.force(one, text, action=action)
                 forced.append((one, [*one.tokens]))
 
-    drive(tiny, [of(tiny, str(i), budget=30) for i in range(6)], look)
+    drive(tiny, [request_of(tiny, str(i), budget=30) for i in range(6)], look)
     for row, kept in forced:
         written = row.tokens[len(kept) : len(kept) + len(text)]
         assert [(t.token_id, t.action) for t in written] == [(i, action) for i in text]
         assert row.tokens[: len(kept)] == kept
-        check_books(tiny, row)
-        if action == "inject":  # its thoughts wait
+        check_bookkeeping(tiny, row)
+        if action == "inject":  # thoughts are in cooldown
             later = row.tokens[len(kept) + len(text) :][:3]
             assert "inject" not in [token.action for token in later]
     check_reading(tiny, [row for row, _ in forced])
-    # Those that the device had gone beyond, and those it had not seen: from there on alike.
+    # Rows that the device had already continued, and rows that it had not, continue alike.
     once = [(row.request, row.tokens[: len(kept) + len(text)], 0) for row, kept in forced]
-    for (row, _), again in zip(forced, alone(tiny, once), strict=True):
+    for (row, _), again in zip(forced, fresh_rows(tiny, once), strict=True):
         check_same(again, row)
 
 
-def test_text_that_is_held_back_is_held_back_again(tiny: LanguageModel) -> None:
-    """What could become a stop string, in a fork and a rewound row; and none goes on after one."""
-    plain = alone(tiny, [(of(tiny, "x", "min-p"), [], 0)])[0]
+def test_moved_rows_hold_back_text_again(tiny: LanguageModel) -> None:
+    """Forks and rewound rows hold back the start of a stop string. No row continues after one."""
+    plain = fresh_rows(tiny, [(request_of(tiny, "x", "min-p"), [], 0)])[0]
     end = "".join(token.text for token in plain.tokens[:20])
     start = len(end) - len(plain.tokens[19].text) - 2
     stop = end[start:]
     assert plain.text.find(stop) == start
-    row = Row(of(tiny, "x", "min-p", stop=stop))
+    row = Row(request_of(tiny, "x", "min-p", stop=stop))
     forks: list[Row] = []
 
     def look(engine: Engine, event: Event) -> None:
@@ -341,16 +340,16 @@ def test_text_that_is_held_back_is_held_back_again(tiny: LanguageModel) -> None:
             engine.rewind(row, row.tokens[19].position)
             assert row.text == end[:start]
 
-    drive(tiny, [row, of(tiny, "y")], look)
+    drive(tiny, [row, request_of(tiny, "y")], look)
     for one in (row, *forks):
         text = tiny.tokenizer.stream(after=row.request.prompt).run(ids_of(one))
         assert one.text == text.partition(stop)[0]
 
 
-def test_what_is_cached_is_not_read_again(
+def test_cached_tokens_are_not_prefilled_again(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By forks and rewound rows, in their own slots or another; where nobody has it, it is."""
+    """Forks and rewound rows use the cache of any slot. Tokens in no cache are prefilled."""
     calls = []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -366,17 +365,17 @@ def test_what_is_cached_is_not_read_again(
         if row.number == 0 and row.finish_reason is not None and not row.rewinds:
             engine.rewind(row, row.tokens[10].position)
 
-    row = Row(of(tiny, "x", budget=30))
+    row = Row(request_of(tiny, "x", budget=30))
     drive(tiny, [row], look)
     assert len(calls) == 1
-    alone(tiny, [(row.request, row.tokens[:9], 0)])
+    fresh_rows(tiny, [(row.request, row.tokens[:9], 0)])
     assert len(calls) == 3
 
 
-def test_the_example_forks_where_the_model_is_in_doubt(tiny: LanguageModel) -> None:
+def test_the_example_forks_at_high_entropy(tiny: LanguageModel) -> None:
     sample_eagerly = runpy.run_path(str(EXAMPLE))["sample_eagerly"]
     engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=RECORDING)
-    rows = sample_eagerly(engine, of(tiny, "first", "min-p"), 1.5, 7)
+    rows = sample_eagerly(engine, request_of(tiny, "first", "min-p"), 1.5, 7)
     assert [row.number for row in rows] == [*range(7)]
     by_id = {row.request.row_id: row for row in rows}
     for row in rows[1:]:
@@ -393,8 +392,8 @@ def test_the_example_forks_where_the_model_is_in_doubt(tiny: LanguageModel) -> N
     assert len(EXAMPLE.read_text().splitlines()) <= 60
 
 
-def test_moves_that_are_refused(tiny: LanguageModel) -> None:
-    row, other = Row(of(tiny, "x", budget=12)), Row(of(tiny, "y"))
+def test_invalid_moves_are_rejected(tiny: LanguageModel) -> None:
+    row, other = Row(request_of(tiny, "x", budget=12)), Row(request_of(tiny, "y"))
     engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY)
     for call in (
         lambda: engine.fork(row, 1),
@@ -440,11 +439,11 @@ def test_moves_that_are_refused(tiny: LanguageModel) -> None:
     assert len(longer.tokens) == 20
 
 
-def test_a_run_is_stopped_while_forks_wait(tiny: LanguageModel) -> None:
+def test_a_run_can_stop_while_forks_wait(tiny: LanguageModel) -> None:
     engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=RECORDING)
-    row = Row(of(tiny, "x"))
+    row = Row(request_of(tiny, "x"))
     forks: list[Row] = []
-    for event in engine.run([row, *(of(tiny, str(i)) for i in range(6))]):
+    for event in engine.run([row, *(request_of(tiny, str(i)) for i in range(6))]):
         if event.row is row and len(row.tokens) == 9:
             forks = engine.fork(row, 5)
             engine.stop()
@@ -453,15 +452,15 @@ def test_a_run_is_stopped_while_forks_wait(tiny: LanguageModel) -> None:
         assert sum(one is other for other in told) == 1
         assert one.finish_reason == "interrupt"
         assert ids_of(one)[:9] == ids_of(row)[:9]
-        check_books(tiny, one)
+        check_bookkeeping(tiny, one)
 
 
 def test_a_trace_of_moved_rows(tiny: LanguageModel, tmp_path: Any) -> None:
-    """Tokens that were told and then retracted stand as retracted ones."""
+    """Tokens that were emitted and then retracted are retracted tokens in the trace."""
     from entropix_jax.engine.results import Rows
     from entropix_jax.engine.trace import header
 
-    row = Row(of(tiny, "x"))
+    row = Row(request_of(tiny, "x"))
 
     def look(engine: Engine, event: Event) -> None:
         if event.row is row and len(row.tokens) == 20 and not row.rewinds:
@@ -480,7 +479,7 @@ def test_a_trace_of_moved_rows(tiny: LanguageModel, tmp_path: Any) -> None:
 
 
 def test_rows_move_between_devices(tiny: LanguageModel) -> None:
-    """Forks of a row in the first shard are on the second one, too."""
+    """Forks of a row in the first shard run in the second one, too."""
     mesh = mesh_of_two("data=2")
     params = place(tiny.params, param_shardings(mesh, tiny.config))
     model = replace(tiny, params=params, mesh=mesh)
@@ -493,15 +492,17 @@ def test_rows_move_between_devices(tiny: LanguageModel) -> None:
         if row.number == 0 and row.finish_reason is not None and not row.rewinds:
             engine.rewind(row, row.tokens[10].position)
 
-    rows = drive(model, [of(tiny, "x", budget=24)], look)
-    again = alone(tiny, [(fork.request, fork.tokens[:8], 0) for fork in forks])
+    rows = drive(model, [request_of(tiny, "x", budget=24)], look)
+    again = fresh_rows(tiny, [(fork.request, fork.tokens[:8], 0) for fork in forks])
     for fork, other in zip(forks, again, strict=True):
         check_same(fork, other)
-    check_same(rows[0], alone(tiny, [(rows[0].request, rows[0].tokens[:10], 1)])[0], forwards=False)
+    check_same(
+        rows[0], fresh_rows(tiny, [(rows[0].request, rows[0].tokens[:10], 1)])[0], forwards=False
+    )
 
 
 def test_devices_exchange_one_row_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not the caches of all rows, to find the one that is shared. Each creates its own part."""
+    """Devices exchange only the shared row, not all caches. Each creates its own part."""
     config, layout, capacity = tiny_config(), Layout(SLOTS, 2, 2), 8
     where: Any = {"mechanisms": MECHANISMS, "capacity": capacity, "dtype": jnp.dtype("float32")}
     placed = Mock(wraps=place)
@@ -511,7 +512,7 @@ def test_devices_exchange_one_row_of_the_cache(monkeypatch: pytest.MonkeyPatch) 
     jitted: Any = share_prefix
     text = jitted.lower(state, *map(jnp.int32, (0, 3, 5))).compile().as_text()
     row = 2 * config.num_layers * config.num_kv_heads * capacity * config.head_dim
-    # And what little else the row has in its state.
+    # Plus the few other values of the row's state.
     assert 0 < sum(collective.elements for collective in collectives_of(text)) < row + 8
 
 
@@ -519,24 +520,24 @@ def test_devices_exchange_one_row_of_the_cache(monkeypatch: pytest.MonkeyPatch) 
 
 
 def forking(model: LanguageModel, row_id: str, width: int = 4) -> Request:
-    """A row that branches in every step."""
+    """Returns a request of a row that branches in every step."""
     values: dict[str, Any] = {f"regimes.{box}": ["entropy < -1"] for box in BOXES}
     values |= {"arms.mid": "branch", "branch.width": width, "branch.depth": 3}
     values |= {"branch.min_p": 0.0, "branch.top_p": 1.0, "branch.max_share": 1e6}
     values |= {"loop.max_period": 0}
     sampler = calibrated(model, load_sampler(LITERAL).with_values(values))
-    return replace(of(model, row_id, budget=12), sampler=sampler)
+    return replace(request_of(model, row_id, budget=12), sampler=sampler)
 
 
-def check_alone(model: LanguageModel, row: Row, width: int = 4) -> None:
+def check_against_fresh_row(model: LanguageModel, row: Row, width: int = 4) -> None:
     other = Row(row.request)
     list(Engine(model, slots=2, capacity=CAPACITY, recording=RECORDING).run([other]))
     check_same(row, other)
     assert {len(token.branches) for token in row.tokens if token.branches} == {width}
 
 
-def test_a_later_row_has_more_branches_than_there_were_lanes(tiny: LanguageModel) -> None:
-    """It waits until there are enough, and both rows are what they are alone."""
+def test_a_later_row_can_need_more_lanes(tiny: LanguageModel) -> None:
+    """The later row waits until there are enough lanes. Both rows equal fresh rows."""
     narrow, wide = Row(forking(tiny, "x", width=2)), Row(forking(tiny, "y"), number=1)
 
     def source() -> Any:
@@ -546,16 +547,16 @@ def test_a_later_row_has_more_branches_than_there_were_lanes(tiny: LanguageModel
         yield wide
 
     list(Engine(tiny, slots=2, capacity=CAPACITY, recording=RECORDING).run(source()))
-    check_alone(tiny, narrow, width=2)
-    check_alone(tiny, wide)
+    check_against_fresh_row(tiny, narrow, width=2)
+    check_against_fresh_row(tiny, wide)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_a_row_that_is_ended_frees_its_lanes(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch, chunks: int
 ) -> None:
-    """While it waits for them, too, and amid its branches. The row beside it, which waited for
-    them, and the one that comes where its branches are, are what they are alone."""
+    """Ends it while it waits for lanes, and amid its branches. The second row, which waits for the
+    same lanes, and the third one, which replaces the first, equal fresh rows."""
     set_pace(monkeypatch, 1)
     rows = [Row(forking(tiny, name), number=i) for i, name in enumerate(("x", "y", "z"))]
     engine = Engine(tiny, slots=2, capacity=CAPACITY, recording=RECORDING)
@@ -570,8 +571,8 @@ def test_a_row_that_is_ended_frees_its_lanes(
     list(engine.run(rows, between))
     assert rows[0].finish_reason == "cancelled"
     assert len(rows[0].tokens) <= 3
-    check_alone(tiny, rows[1])
-    check_alone(tiny, rows[2])
+    check_against_fresh_row(tiny, rows[1])
+    check_against_fresh_row(tiny, rows[2])
 
 
 # Random schedules
@@ -579,7 +580,7 @@ def test_a_row_that_is_ended_frees_its_lanes(
 
 @dataclass
 class Plain:
-    """What a host knows of a row that moves: a list of ids, and what must come next."""
+    """A plain model of a row: its ids, the forced ids that come next, and a retraction count."""
 
     tokens: list[int]
     forced: list[int] = field(default_factory=list)
@@ -587,14 +588,14 @@ class Plain:
 
 
 class Schedule:
-    """Moves rows now and then; which, where and how depends on the row and its text alone."""
+    """Random moves of rows, which depend only on the row and its text."""
 
     def __init__(self, model: LanguageModel, seed: int) -> None:
         self.model, self.moves = model, 0
         rng = np.random.default_rng([1, seed])
         names = rng.choice([*SAMPLERS], 3).tolist()
         self.wanted = [
-            of(model, f"{seed}" + "x" * i, name, int(rng.integers(4, 25)), seed=seed)
+            request_of(model, f"{seed}" + "x" * i, name, int(rng.integers(4, 25)), seed=seed)
             for i, name in enumerate(names)
         ]
         self.known: dict[str, Plain] = {}
@@ -637,8 +638,8 @@ class Schedule:
 
 
 def run_schedules(model: LanguageModel, schedules: Sequence[Schedule]) -> list[Row]:
-    """Several of them, side by side."""
-    first = of(model, "first", budget=1)
+    """Runs several schedules in one engine and returns their rows."""
+    first = request_of(model, "first", budget=1)
     by_name = {one.row_id: schedule for schedule in schedules for one in schedule.wanted}
 
     def look(engine: Engine, event: Event) -> None:
@@ -648,14 +649,14 @@ def run_schedules(model: LanguageModel, schedules: Sequence[Schedule]) -> list[R
     wanted = [request for schedule in schedules for request in schedule.wanted]
     rows = [row for row in drive(model, [first, *wanted], look) if row.request.row_id != "first"]
     for row in rows:
-        check_books(model, row)
+        check_bookkeeping(model, row)
         name = row.request.row_id
         assert by_name[name.partition(".")[0]].known[name].tokens == ids_of(row)
     return rows
 
 
 def test_random_schedules(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred. The rows are what plain bookkeeping says, and so are their log-probabilities."""
+    """The rows of 100 schedules agree with plain bookkeeping, and so do their log-probabilities."""
     rows: list[Row] = []
     schedules = [Schedule(tiny, seed) for seed in range(100)]
     for i, pace in enumerate((1, 3, 8, 32)):
@@ -665,10 +666,9 @@ def test_random_schedules(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch) 
     check_reading(tiny, rows)
 
 
-def test_when_the_host_looks_does_not_matter(
+def test_results_do_not_depend_on_pace_or_other_rows(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor does what runs beside it."""
     runs = []
     for pace, number in ((1, 2), (7, 6)):
         set_pace(monkeypatch, pace)
@@ -682,11 +682,11 @@ def test_when_the_host_looks_does_not_matter(
 # Rows that the caller ends, and requests that come later.
 
 
-def test_a_row_that_is_ended_makes_room(tiny: LanguageModel, whole: list[Row]) -> None:
-    """Wherever it stands, forked or not: it keeps what is sure, and the others never know."""
+def test_ending_a_row_frees_its_slot(tiny: LanguageModel, whole: list[Row]) -> None:
+    """The row keeps its final tokens, and the other rows do not change."""
     ends = {0: 5, 1: 17, 4: 26}  # the tokens of a row when it is ended
     wanted = [Row(row.request, number=row.number) for row in whole]
-    last = Row(of(tiny, "last", "min-p", budget=6), number=len(whole))  # waits, and never runs
+    last = Row(request_of(tiny, "last", "min-p", budget=6), number=len(whole))  # waits for a slot
     told: dict[int, list[Event]] = {}
 
     def look(engine: Engine, event: Event) -> None:
@@ -711,42 +711,42 @@ def test_a_row_that_is_ended_makes_room(tiny: LanguageModel, whole: list[Row]) -
         assert ids_of(row) == ids_of(other)[: len(row.tokens)]
         if row.number != 4:
             assert 0 <= len(row.tokens) - ends[row.number] < 8
-            check_books(tiny, row)
+            check_bookkeeping(tiny, row)
     with pytest.raises(UserError, match="row 'last' is not one of a run in progress"):
         Engine(tiny, slots=1, capacity=CAPACITY).end(last)
 
 
-def test_none_for_now(tiny: LanguageModel) -> None:
-    """A source that has nothing at the moment is asked again, before each chunk of steps."""
+def test_a_source_may_yield_none(tiny: LanguageModel) -> None:
+    """The engine asks the source again before each chunk of steps."""
     told: list[int] = []
     events: list[Event] = []
     engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=RECORDING)
 
     def source() -> Any:
-        yield of(tiny, "x", "min-p", budget=12)
+        yield request_of(tiny, "x", "min-p", budget=12)
         while len(events) < 6:
             yield None
-        yield of(tiny, "xx", "min-p", budget=6)
+        yield request_of(tiny, "xx", "min-p", budget=6)
 
     for event in engine.run(source(), lambda: told.append(len(events))):
         events.append(event)
     rows = {event.row.request.row_id: len(event.row.tokens) for event in events}
     assert (rows, len(events)) == ({"x": 12, "xx": 6}, 18)
-    # After two chunks of one step they have four: it is not called in the middle of one.
+    # Chunks have four steps after the first two, and the hook is not called within one.
     assert told == sorted(told)
     assert {0, 2, 6, 10} <= {*told}
     assert not {3, 4, 5, 7, 8, 9} & {*told}
-    assert list(engine.run(iter([None, of(tiny, "x")]))) == []
+    assert list(engine.run(iter([None, request_of(tiny, "x")]))) == []
 
 
-def test_an_engine_for_the_widest_forks_grows_no_more(
+def test_an_engine_for_the_widest_forks_is_not_widened(
     tiny: LanguageModel, whole: list[Row], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine has all lanes from the start, although the first row never forks."""
     lanes: list[int] = []
     monkeypatch.setattr(module, "widen", None)
     engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=RECORDING, widest=True)
-    wanted = [of(tiny, "first", "min-p", budget=4), whole[0].request]
+    wanted = [request_of(tiny, "first", "min-p", budget=4), whole[0].request]
     rows = [Row(request, number=number) for number, request in enumerate(wanted)]
     for _ in engine.run(rows):
         lanes.append(engine._state.lanes)

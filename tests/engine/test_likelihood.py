@@ -1,4 +1,4 @@
-"""Log-likelihoods of given continuations: against float64, alone and side by side."""
+"""Log-likelihoods of given continuations, compared with float64, one by one and in batches."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def greedy(model: LanguageModel, before: list[int], number: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def pairs(model: LanguageModel) -> list[Pair]:
-    """Long and short, with what a batch could mix up: contexts that are shared, continuations that
-    differ in their last token or not at all, one context's continuation being another's context."""
+    """Long and short pairs that a batch could mix up: shared contexts, continuations that differ in
+    their last token or not at all, and a context that contains another pair's continuation."""
     shared, best = ids(40, 1), greedy(model, ids(40, 1), 4)
     return [
         (ids(1, 2), ids(1, 3)),
@@ -60,7 +60,7 @@ def pairs(model: LanguageModel) -> list[Pair]:
     ]
 
 
-def test_the_numbers_are_those_of_float64(model: LanguageModel, pairs: list[Pair]) -> None:
+def test_log_likelihoods_equal_float64(model: LanguageModel, pairs: list[Pair]) -> None:
     found = scores(model, pairs)
     want = [expected(model, *pair) for pair in pairs]
     assert scores(model, [(ids(3), []), (ids(3), ids(2, 1))])[0] == (0.0, True)  # it is certain
@@ -69,8 +69,8 @@ def test_the_numbers_are_those_of_float64(model: LanguageModel, pairs: list[Pair
     assert [flag for _, flag in want[6:10]] == [True, True, True, False]
 
 
-def test_a_long_pair_loses_its_beginning(model: LanguageModel) -> None:
-    """The model sees so many tokens before each: the last one of a pair is only expected."""
+def test_a_long_pair_is_truncated_at_its_start(model: LanguageModel) -> None:
+    """`context` limits the tokens before each one. The last token of a pair is only a target."""
     for before, after, context in (
         (ids(200, 1), ids(20, 2), 40),
         (ids(3, 1), ids(40, 2), 40),
@@ -84,8 +84,8 @@ def test_a_long_pair_loses_its_beginning(model: LanguageModel) -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Of each call of `_score_chunk`: rows, tokens of each, tokens that may follow each, positions
-    of the cache, and whether they were scored."""
+    """Calls of `_score_chunk`: rows, tokens per row, candidates per token, capacity of the cache,
+    and whether the tokens were scored."""
     made = []
     score = scoring._score_chunk
 
@@ -104,7 +104,7 @@ def test_memory_is_bounded(
     calls: list[tuple[int, ...]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However many texts and however long, and with less of it the numbers are the same."""
+    """The bound holds for any number and length of texts, and does not change the scores."""
     together = [n for n, _ in scores(model, pairs)]
     apart = scores(model, pairs[::-1], batch=1)[::-1]
     np.testing.assert_allclose([n for n, _ in apart], together, atol=1e-4)
@@ -115,22 +115,22 @@ def test_memory_is_bounded(
     np.testing.assert_allclose([n for n, _ in scores(model, pairs)], together, atol=1e-4)
     assert {(rows, capacity) for rows, *_, capacity, _ in calls} == {(4, PREFILL_WINDOW)}
     assert max(size for _, size, *_ in calls) == 16
-    # A batch that would not fit even once is read row by row.
+    # If not even one row fits, rows are scored one by one.
     monkeypatch.setattr(scoring, "_CACHE_BYTES", 1)
     scores(model, pairs[:2])
     assert calls[-1][0] == 1
 
 
-def test_what_is_not_asked_for_is_not_computed(
+def test_only_needed_logits_are_computed(
     model: LanguageModel, calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Choices of one token are one text; the logits of a long context are nobody's."""
+    """Choices of one token share one text. The logits of its long context are not computed."""
     monkeypatch.setattr(scoring, "_LIKELIHOOD_CHUNK", 16)
     scores(model, [(ids(100), [token]) for token in range(50, 54)])
     assert calls == [(1, 16, 4, PREFILL_WINDOW, scored) for scored in [False] * 6 + [True]]
 
 
-def test_what_cannot_be_measured(model: LanguageModel, tmp_path: Path) -> None:
+def test_invalid_pairs_are_reported(model: LanguageModel, tmp_path: Path) -> None:
     good: Pair = (ids(4), ids(2, 1))
     for bad, complaint in (
         (([], [1]), "pair 1: the context is empty"),

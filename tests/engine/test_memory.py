@@ -1,4 +1,4 @@
-"""Memory: what rows need, what is free, and refusals before anything is allocated."""
+"""Memory plans, free memory, and errors that come before anything is allocated."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from tests.support.models import random_params, tiny_config
 from tests.support.runs import Spec, run_specs
 
 
-def give(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
-    """Lets every device have so many bytes to give."""
+def set_free_bytes(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
+    """Makes every device report `free` bytes."""
     monkeypatch.setattr(free_memory, "free_bytes", lambda device: free)
 
 
 @pytest.mark.parametrize(
     ("mesh", "vocabulary"), [(None, 64), ("data=2", 64), ("model=2", 64), ("model=2", 63)]
 )
-def test_the_plan_is_what_the_arrays_hold(mesh: str | None, vocabulary: int) -> None:
-    """Also where a vocabulary that does not divide, and norms, are replicated."""
+def test_the_plan_equals_the_bytes_of_the_arrays(mesh: str | None, vocabulary: int) -> None:
+    """Norms, and a vocabulary that does not divide, are replicated."""
     config, precision = tiny_config(vocab_size=vocabulary), choose_precision("float32", "cpu")
     devices = parse_mesh(mesh, jax.devices()[: 1 if mesh is None else 2])
     weights = place(random_params(config), param_shardings(devices, config))
@@ -52,14 +52,14 @@ def test_the_plan_is_what_the_arrays_hold(mesh: str | None, vocabulary: int) -> 
 
 @pytest.mark.parametrize("number", [1, 16])
 def test_most_slots(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fifth of what is free stays free. Weights that are loaded are not in a CPU's free memory,
-    and in another device's limit. CPU devices share one memory."""
+    """A fifth of the free memory stays free. A CPU's free memory excludes the loaded weights, while
+    the limit of another device includes them. CPU devices share one memory."""
     config, precision = config_of_folder(), choose_precision("float32", "cpu")
     plan = plan_memory(config, precision, slots=number, capacity=1024, mesh=None)
     needed = (plan.total - plan.weights) * 5 // 4 + 1
 
     def most(free: int | None, mesh: Any = None) -> int:
-        give(monkeypatch, free)
+        set_free_bytes(monkeypatch, free)
         return most_slots(config, precision, slots=16, capacity=1024, mesh=mesh)
 
     assert most(None) == 16
@@ -69,42 +69,42 @@ def test_most_slots(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [most(plan.weights + needed - less) for less in (0, 3)] == [number, number - 1]
 
 
-def test_what_does_not_fit_names_what_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_errors_say_how_many_slots_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     config, precision = config_of_folder(), choose_precision("float32", "cpu")
     free = plan_memory(config, precision, slots=6, capacity=64, mesh=None).total
-    give(monkeypatch, free)
+    set_free_bytes(monkeypatch, free)
     assert "weights" in check_memory(config, precision, slots=6, capacity=64, mesh=None)
     with pytest.raises(UserError, match=r"at most 6 slots fit \(--slots 6\)$"):
         check_memory(config, precision, slots=7, capacity=64, mesh=None)
     weights = weights_bytes(config, precision.weights)
     for free, advice in ((weights, r"lower --context"), (weights - 1, r"not even the weights")):
-        give(monkeypatch, free)
+        set_free_bytes(monkeypatch, free)
         with pytest.raises(UserError, match=advice):
             check_memory(config, precision, slots=7, capacity=64, mesh=None)
-    give(monkeypatch, None)
+    set_free_bytes(monkeypatch, None)
     assert check_memory(config, precision, slots=10**9, capacity=64, mesh=None)
 
 
-def test_every_run_looks_before_it_takes_memory(
+def test_every_run_checks_memory_before_it_allocates(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever asks for rows: the engine refuses a cache that does not fit before it is there."""
+    """The engine rejects a cache that does not fit before it is allocated."""
     plan = plan_memory(tiny.config, tiny.precision, slots=64, capacity=4096, mesh=None)
     requests = [Spec([tiny.tokenizer.bos_id or 0], str(i), 4000) for i in range(64)]
-    give(monkeypatch, plan.cache + plan.logits)
+    set_free_bytes(monkeypatch, plan.cache + plan.logits)
     run_specs(tiny, requests)
-    give(monkeypatch, plan.cache + plan.logits - 1)
-    # Some rows wait then. (A fifth of the memory is for prompts.)
+    set_free_bytes(monkeypatch, plan.cache + plan.logits - 1)
+    # Some rows wait for slots then. (A fifth of the memory is for prompts.)
     assert run_specs(tiny, requests)._engine._layout.slots in range(40, 64)
-    give(monkeypatch, (plan.cache + plan.logits) // 64 - 1)
+    set_free_bytes(monkeypatch, (plan.cache + plan.logits) // 64 - 1)
     with pytest.raises(UserError, match=r"1 row of 4096 tokens would not fit"):
         run_specs(tiny, requests)
 
 
-def test_a_run_that_has_ended_holds_no_cache(
+def test_a_finished_run_frees_its_cache(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its results may be kept for long. One that was left early and dropped holds none either."""
+    """Users may keep results for long. An unfinished run that is deleted frees its cache, too."""
 
     def caches() -> int:
         shape = (3, tiny.config.num_kv_heads, 256, tiny.config.head_dim)
@@ -120,32 +120,32 @@ def test_a_run_that_has_ended_holds_no_cache(
     left = entropix_jax.stream(tiny, "Once", "greedy", samples=3, max_new_tokens=50)
     next(iter(left))
     del left
-    give(monkeypatch, 0)
+    set_free_bytes(monkeypatch, 0)
     with pytest.raises(UserError, match="would not fit"):
         entropix_jax.stream(tiny, "Once", "greedy")
     assert caches() == 0
 
 
-def test_weights_that_do_not_fit_are_not_read(
+def test_weights_that_do_not_fit_are_not_loaded(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = weights_bytes(tiny.config, jnp.dtype(jnp.float32))
     for free in (held, None):
-        give(monkeypatch, free)
+        set_free_bytes(monkeypatch, free)
         assert load("tiny", dtype="float32").config == tiny.config
     monkeypatch.setattr(loading, "read_params", None)
     for free, dtype, line in (
         (held - 1, "float32", r"tiny: its weights do not fit .* int8 takes less"),
         (held // 5, "int8", r"its weights do not fit .* of [0-9.]+ .B$"),
     ):
-        give(monkeypatch, free)
+        set_free_bytes(monkeypatch, free)
         with pytest.raises(UserError, match=line):
             load("tiny", dtype=dtype)
 
 
-def test_the_limits_of_a_container_or_a_job(tmp_path: Path) -> None:
-    """Control groups in both versions: each level may have a limit, and in a container the path
-    that the process is told may be the host's."""
+def test_memory_limits_of_control_groups(tmp_path: Path) -> None:
+    """Each level of a control group may have a limit, in both versions. In a container, the path of
+    the process may be the host's."""
 
     def group(folder: Path, limit: object, used: int, cached: int, *, first: bool = False) -> None:
         limit_file, usage_file, prefix = free_memory._GROUP_1 if first else free_memory._GROUP_2

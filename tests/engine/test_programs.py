@@ -1,4 +1,4 @@
-"""Programs that compile in the background: who waits for them, and that nobody else does."""
+"""Programs that compile in the background, while only the rows that need them wait."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def running(*rows: Row) -> bool:
 
 
 def check_as_without_background(model: LanguageModel, rows: Sequence[Row]) -> None:
-    """The rows are those of an engine that compiles when it needs to."""
+    """Checks that the rows equal those of an engine that compiles in the foreground."""
     there = [Row(one.request, number=one.number) for one in rows]
     list(engine(model, slots=3).run(there))
     assert [row.finish_reason for row in rows] == ["length"] * len(rows)
     assert [*map(ids_of, rows)] == [*map(ids_of, there)]
 
 
-def test_other_rows_go_on(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row outgrows its window, another needs a sampler without a program, a third one has all
-    that it needs."""
+def test_other_rows_do_not_wait(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row outgrows its window, another needs a sampler without a program, and the third one has
+    its program."""
     monkeypatch.setattr(module, "DECODE_WINDOW", WINDOW)
     gate = threading.Event()
     compile_ = Programs._compile
@@ -67,7 +67,7 @@ def test_other_rows_go_on(model: LanguageModel, monkeypatch: pytest.MonkeyPatch)
         yield here[0]
         while len(here[0].tokens) < 4:
             yield None
-        # From here on nothing compiles until the third row has ended.
+        # From here on, nothing compiles until the third row has ended.
         monkeypatch.setattr(Programs, "_compile", held_back)
         yield here[1]
         yield here[2]
@@ -85,7 +85,7 @@ def test_other_rows_go_on(model: LanguageModel, monkeypatch: pytest.MonkeyPatch)
 def test_long_prompts_are_read_between_chunks(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Part by part, while another row goes on."""
+    """The other row continues between the parts of the prompt."""
     monkeypatch.setattr(prompts, "chunk_size", lambda *arguments: 16)
     long = row(model, "Anna went to the market. " * 20, "greedy", 8, number=1)
     long = Row(replace(long.request, prompt=long.request.prompt[:70]), number=1)
@@ -105,11 +105,11 @@ def test_long_prompts_are_read_between_chunks(
     check_as_without_background(model, here)
 
 
-def test_what_is_read_is_no_part_of_the_pace(
+def test_prefill_time_does_not_change_the_pace(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chunk that was ready while a part of a prompt was read says nothing of how long chunks
-    take: else they become longer and longer, and a stream halts for each."""
+    """The time of a chunk that ends during a prefill is not used for pacing. Chunks would become
+    longer and longer otherwise, and a stream would pause for each."""
     monkeypatch.setattr(prompts, "chunk_size", lambda *arguments: 16)
     read_part = PromptReader._read_part
 
@@ -118,7 +118,7 @@ def test_what_is_read_is_no_part_of_the_pace(
         return read_part(*arguments)
 
     monkeypatch.setattr(PromptReader, "_read_part", read_slowly)
-    paced: list[int] = []  # what was read before each time
+    paced: list[int] = []  # prompt tokens read before each call
 
     def pace(engine: Engine, waited: float) -> None:
         paced.append(engine.read)
@@ -144,8 +144,8 @@ def test_what_is_read_is_no_part_of_the_pace(
     assert not [read for read in paced if start < read < run.read]
 
 
-def test_held_rows_end(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cancelled, or with the run."""
+def test_waiting_rows_can_be_ended(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that wait for a program are cancelled, or interrupted with the run."""
     monkeypatch.setattr(Programs, "_compile", lambda self: None)
     here = [row(model, "Once", "greedy", 5), row(model, "Guests:", "greedy", 5, number=1)]
     run = engine(model, background=True)
@@ -166,7 +166,7 @@ def test_held_rows_end(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("broken", ["sampler", "window"])
-def test_an_error_of_the_compiler_ends_the_row_that_needs_the_program(
+def test_a_compiler_error_ends_only_the_row_that_needs_the_program(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     """One row needs a sampler whose program fails, or outgrows its window."""

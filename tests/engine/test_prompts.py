@@ -1,4 +1,4 @@
-"""Prompts that are read together: each to the last digit as alone, and in few calls."""
+"""Batched prefill: bit for bit as one prompt at a time, and in few calls."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from tests.support.runs import Spec, ids_of, is_same, requests, set_pace
 from tests.support.samplers import LITERAL
 
 CAPACITY = 1024
-# Of two shards, so that a slot's number is not its row's in the state.
+# Two shards, so that the index of a slot differs from the index of its row in the state.
 LAYOUT = Layout(slots=20, lanes=3, shards=2)
-# Tokens that are read of each prompt: three in parts of 64, two in parts of 128, thirteen in parts
-# of 32, a short one, and a long one.
+# Tokens prefilled per prompt: three in parts of 64, two in parts of 128, thirteen in parts of 32, a
+# short one, and a long one.
 LENGTHS = (64, 63, 33, 128, 100, *range(17, 30), 9, 300)
 
 
 class Arrivals:
-    """Slots with rows of random prompts, of which nothing is cached yet."""
+    """Slots with rows of random prompts without cached tokens."""
 
     def __init__(self, model: LanguageModel, lengths: Sequence[int]) -> None:
         self.lengths = [*lengths]
@@ -53,14 +53,14 @@ class Arrivals:
     def read(
         self, slots: Sequence[int] | None = None, stops: Callable[[], bool] = lambda: False
     ) -> DecodeState:
-        """Reads the rows of some slots, by default of all."""
+        """Prefills the rows of some slots, by default of all."""
         arrived = [*self.rows] if slots is None else [*slots]
         rows = {slot: self.rows[slot] for slot in arrived}
         self.state = self.reader.cache(self.state, LAYOUT, rows, arrived, stops)
         return self.state
 
     def cached(self) -> list[np.ndarray]:
-        """Keys and values of each row, of the last layer, which all others feed."""
+        """Returns keys and values of each row in the last layer, which depends on all layers."""
         found = []
         for slot, length in enumerate(self.lengths):
             place = LAYOUT.numbers[slot]
@@ -70,12 +70,12 @@ class Arrivals:
         return found
 
     def equals(self, other: Arrivals) -> bool:
-        """Whether the same is cached, to the last digit."""
+        """Compares the caches bit for bit."""
         return all(map(np.array_equal, self.cached(), other.cached()))
 
 
 def prompts_of(model: LanguageModel, lengths: Sequence[int]) -> list[Request]:
-    """Requests of which so many tokens are read before the first step."""
+    """Returns requests with these numbers of tokens to prefill before the first step."""
     random = np.random.default_rng(0)
     specs = [
         Spec(random.integers(0, model.config.vocab_size, length + 1).tolist(), str(slot), 4)
@@ -86,7 +86,7 @@ def prompts_of(model: LanguageModel, lengths: Sequence[int]) -> list[Request]:
 
 @pytest.fixture
 def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Those of the tokens of each call so far."""
+    """Shapes of the tokens of each prefill so far."""
     found: list[tuple[int, int]] = []
 
     def noted(params: Any, state: Any, tokens: Any, *args: Any, **options: Any) -> Any:
@@ -97,12 +97,12 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-def test_rows_read_together_are_the_rows_read_alone(
+def test_batched_prefill_equals_single_prefill(
     tiny: LanguageModel, shapes: list[tuple[int, int]]
 ) -> None:
     together, alone = Arrivals(tiny, LENGTHS), Arrivals(tiny, LENGTHS)
     together.read()
-    # Three are a call of four, with padding; one and two are read alone.
+    # Three rows take a call for four, with padding. One or two rows are prefilled one by one.
     expected = {(4, 64): 1, (1, 128): 2, (4, 32): 3, (1, 32): 1, (1, 16): 1, (1, 512): 1}
     assert Counter(shapes) == expected
     assert together.reader.read == sum(LENGTHS)
@@ -115,7 +115,9 @@ def test_rows_read_together_are_the_rows_read_alone(
     ("weights", "activations"),
     [(weights, one) for one in ("float32", "bfloat16") for weights in ("bfloat16", "int8")],
 )
-def test_in_every_precision(weights: str, activations: str, shapes: list[tuple[int, int]]) -> None:
+def test_batched_prefill_in_every_precision(
+    weights: str, activations: str, shapes: list[tuple[int, int]]
+) -> None:
     model = load("tiny", weights, precision=activations)
     together, alone = Arrivals(model, (20, 32, 25, 17)), Arrivals(model, (20, 32, 25, 17))
     together.read()
@@ -125,7 +127,7 @@ def test_in_every_precision(weights: str, activations: str, shapes: list[tuple[i
     assert together.equals(alone)
 
 
-def test_rows_that_are_read_on_join_those_that_begin(
+def test_continued_and_new_prompts_share_a_prefill(
     tiny: LanguageModel, shapes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "chunk_size", lambda *arguments: 32)
@@ -139,17 +141,17 @@ def test_rows_that_are_read_on_join_those_that_begin(
     assert together.equals(alone)
 
 
-def test_few_tokens_and_long_rows_are_read_alone(
+def test_short_and_long_prompts_are_prefilled_alone(
     tiny: LanguageModel, shapes: list[tuple[int, int]]
 ) -> None:
-    """Of few the last digits would depend on who came with them; long ones would take memory."""
+    """Short prompts would depend on their batch in the last bits. Long ones would need memory."""
     Arrivals(tiny, (9, 10, 11)).read()
     assert shapes == [(1, 16)] * 3
     Arrivals(tiny, (600, 601, 602)).read()
     assert shapes[3:] == [(1, 512)] * 3 + [(1, 128)] * 3
 
 
-def test_off_the_cpu_the_calls_do_not_depend_on_who_else_waits(
+def test_prefill_shapes_off_the_cpu_do_not_depend_on_waiting_rows(
     tiny: LanguageModel, shapes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "on_cpu", lambda: False)
@@ -158,9 +160,9 @@ def test_off_the_cpu_the_calls_do_not_depend_on_who_else_waits(
     assert shapes == [(4, 32)] * 3
 
 
-# `Engine(keep=True)`: a row reads what its slot has not cached, and is the row that reads all
+# `Engine(keep=True)`: a row prefills only uncached tokens, and equals a row without a cache
 
-# On `tiny` it branches and goes back again and again.
+# A sampler that branches and retracts often on `tiny`.
 RESTLESS = load_sampler(LITERAL).with_values(
     {
         "regimes.lelv": ["entropy < 0.2"],
@@ -181,13 +183,15 @@ def engine_of(model: LanguageModel, slots: int = 1) -> Engine:
     return Engine(model, slots=slots, capacity=CAPACITY, keep=True)
 
 
-def of(model: LanguageModel, prompt: Sequence[int], budget: int = 12, **options: Any) -> Request:
+def request_of(
+    model: LanguageModel, prompt: Sequence[int], budget: int = 12, **options: Any
+) -> Request:
     options = {"sampler": "min-p", "ignore_eos": True, **options}
     return requests(model, [Spec(prompt, "0", budget)], **options)[0]
 
 
 def run(engine: Engine, *wanted: Request, events: int | None = None) -> list[Row]:
-    """Runs requests, one of them to the stop after so many events."""
+    """Runs requests, and stops after a number of events."""
     rows = [Row(request, number=number) for number, request in enumerate(wanted)]
     for number, _ in enumerate(engine.run(rows), start=1):
         if number == events:
@@ -196,8 +200,8 @@ def run(engine: Engine, *wanted: Request, events: int | None = None) -> list[Row
     return rows
 
 
-def is_the_row_that_reads_all(model: LanguageModel, row: Row, events: int | None = None) -> bool:
-    """The same tokens, and the same numbers but for rounding."""
+def equals_fresh_row(model: LanguageModel, row: Row, events: int | None = None) -> bool:
+    """Compares a row with a fresh one, tokens exactly and floats up to rounding."""
     fresh = run(Engine(model, slots=1, capacity=CAPACITY), row.request, events=events)[0]
     return is_same(row, fresh)
 
@@ -206,54 +210,56 @@ def encoded(model: LanguageModel, text: str) -> list[int]:
     return model.tokenizer.encode(text, add_bos=True)
 
 
-def test_a_row_reads_only_what_is_new(tiny: LanguageModel) -> None:
+def test_only_uncached_tokens_are_prefilled(tiny: LanguageModel) -> None:
     engine = engine_of(tiny)
     first = encoded(tiny, "Once upon a time")
-    (row,) = run(engine, of(tiny, first))
+    (row,) = run(engine, request_of(tiny, first))
     assert engine.read == len(first) - 1
-    # It goes on: all but the last token of what is there is cached.
+    # A continuation of the row: all its tokens but the last are cached.
     longer = [*first, *ids_of(row), *encoded(tiny, "Question: Mia has 12 apples.")]
     before = engine.read
-    (row,) = run(engine, of(tiny, longer, seed=3))
+    (row,) = run(engine, request_of(tiny, longer, seed=3))
     assert engine.read - before == len(longer) - 1 - (len(first) + 12 - 1)
-    assert is_the_row_that_reads_all(tiny, row)
-    # The same once more, with other numbers and another sampler: nothing is read.
+    assert equals_fresh_row(tiny, row)
+    # The same prompt with another seed and sampler needs no prefill.
     before = engine.read
-    (row,) = run(engine, of(tiny, longer, seed=4, sampler=LITERAL))
+    (row,) = run(engine, request_of(tiny, longer, seed=4, sampler=LITERAL))
     assert engine.read == before
-    assert is_the_row_that_reads_all(tiny, row)
-    # One that parts from it, or is shorter.
+    assert equals_fresh_row(tiny, row)
+    # A prompt that diverges from it, and a shorter one.
     parted = [*longer[:-3], *encoded(tiny, " and buys")]
-    (row,) = run(engine, of(tiny, parted))
+    (row,) = run(engine, request_of(tiny, parted))
     assert engine.read - before == len(parted) - 1 - (len(longer) - 3)
-    assert is_the_row_that_reads_all(tiny, row)
+    assert equals_fresh_row(tiny, row)
     before = engine.read
-    (row,) = run(engine, of(tiny, parted[:9]))
+    (row,) = run(engine, request_of(tiny, parted[:9]))
     assert engine.read == before
-    assert is_the_row_that_reads_all(tiny, row)
+    assert equals_fresh_row(tiny, row)
 
 
-def test_wherever_the_run_before_was_stopped(
+def test_the_cache_is_valid_wherever_a_run_was_stopped(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device may be ahead of the last event, and have gone back or forked since."""
+    """The device may be ahead of the last event, and may have retracted or forked since."""
     set_pace(monkeypatch, 8)
     engine = engine_of(tiny)
     prompt = encoded(tiny, "There Adam met Rita. Rita")
-    wanted = of(tiny, prompt, budget=48, sampler=RESTLESS, seed=2)
+    wanted = request_of(tiny, prompt, budget=48, sampler=RESTLESS, seed=2)
     retracted = branched = 0
     for events in range(1, 40, 3):
         (row,) = run(engine, wanted, events=events)
         retracted += row.retracted
         branched += sum(token.action == "branch" for token in row.tokens)
-        follows = of(tiny, [*prompt, *ids_of(row), *encoded(tiny, "On Sunday")], sampler="greedy")
+        follows = request_of(
+            tiny, [*prompt, *ids_of(row), *encoded(tiny, "On Sunday")], sampler="greedy"
+        )
         (row,) = run(engine, follows)
-        assert is_the_row_that_reads_all(tiny, row), events
+        assert equals_fresh_row(tiny, row), events
     assert retracted
     assert branched
 
 
-def test_a_prompt_whose_reading_was_stopped(
+def test_a_prefill_that_was_stopped_is_continued(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(tiny, slots=2)
@@ -271,41 +277,42 @@ def test_a_prompt_whose_reading_was_stopped(
 
     with monkeypatch.context() as patch:
         patch.setattr(PromptReader, "_read_part", stop_in_the_long_one)
-        _, stopped = run(engine, of(tiny, short), of(tiny, long))
+        _, stopped = run(engine, request_of(tiny, short), request_of(tiny, long))
     assert (stopped.finish_reason, engine.read) == ("interrupt", len(short) - 1 + 16)
-    # The first slot does not take it from the second, which has only begun it.
-    (row,) = run(engine, of(tiny, long))
-    assert is_the_row_that_reads_all(tiny, row)
-    # The second goes on with what it has.
+    # The first slot does not take the prompt from the second, which has only its first part.
+    (row,) = run(engine, request_of(tiny, long))
+    assert equals_fresh_row(tiny, row)
+    # The second slot continues from its cached part.
     before = engine.read
-    _, row = run(engine, of(tiny, short), of(tiny, [*long, *short]))
+    _, row = run(engine, request_of(tiny, short), request_of(tiny, [*long, *short]))
     assert engine.read - before == len(short) - 2 + len(long) + len(short) - 1 - 16
-    assert is_the_row_that_reads_all(tiny, row)
+    assert equals_fresh_row(tiny, row)
 
 
 def test_rows_of_a_stopped_run_do_not_run_in_the_next(tiny: LanguageModel) -> None:
-    """Whether or not the caller has ended them."""
+    """Rows that the caller has not ended are not continued either."""
     engine = engine_of(tiny, slots=2)
     prompts = [encoded(tiny, text) for text in ("Once upon a time", "Mia has")]
     left = [
-        Row(of(tiny, prompt, 400, sampler=RESTLESS), number=i) for i, prompt in enumerate(prompts)
+        Row(request_of(tiny, prompt, 400, sampler=RESTLESS), number=i)
+        for i, prompt in enumerate(prompts)
     ]
     for number, _ in enumerate(engine.run(left), start=1):
         if number == 20:
             engine.stop()
     told = [len(row.tokens) for row in left]
-    (row,) = run(engine, of(tiny, prompts[1], 20, sampler=RESTLESS, seed=5))
-    assert is_the_row_that_reads_all(tiny, row)
+    (row,) = run(engine, request_of(tiny, prompts[1], 20, sampler=RESTLESS, seed=5))
+    assert equals_fresh_row(tiny, row)
     assert [len(row.tokens) for row in left] == told
 
 
-def test_nothing_is_kept_of_a_run_that_failed(tiny: LanguageModel) -> None:
+def test_an_aborted_run_leaves_no_cache(tiny: LanguageModel) -> None:
     engine = engine_of(tiny)
-    wanted = of(tiny, encoded(tiny, "Once upon a time"))
+    wanted = request_of(tiny, encoded(tiny, "Once upon a time"))
     left: Any = engine.run([wanted])
     next(left)
     left.close()
     before = engine.read
     (row,) = run(engine, wanted)
     assert engine.read - before == len(wanted.prompt) - 1
-    assert is_the_row_that_reads_all(tiny, row)
+    assert equals_fresh_row(tiny, row)

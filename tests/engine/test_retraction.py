@@ -1,4 +1,4 @@
-"""Tokens that a row retracts, as a user sees it: events, texts, stop strings and interrupts."""
+"""Retracted tokens in events, texts, stop strings and interrupts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,15 +34,15 @@ RECORDING = Recording(top=3, layers=True)
 TOKENS = 40
 PROMPT = [token_ids()["<|begin_of_text|>"], 60, 61, 62, 63]
 SPEC = Spec(PROMPT, "0", TOKENS)
-# The host is asked for a text, again and again, and has none.
+# `retrieve` is called again and again, and returns an empty text.
 ASKING = RETRACTING.with_values(
     {"regimes.helv": ["entropy > 1", "entropy < 2"], "inject.cooldown": 1, "inject.thought": ""}
 )
 ASKED = {"retrieve": lambda text: "", "sampler": ASKING}
 
 
-def pushed(model: LanguageModel, tokens: Sequence[TokenRecord]) -> str:
-    """The text that is certain after some tokens."""
+def certain_text(model: LanguageModel, tokens: Sequence[TokenRecord]) -> str:
+    """Returns the text that is certain after some tokens."""
     stream = model.tokenizer.stream(after=PROMPT)
     return "".join(stream.push(token.token_id) for token in tokens)
 
@@ -52,11 +52,11 @@ class Run:
     events: list[Event]
     row: Row
     texts: list[list[TokenRecord]] = field(default_factory=list)  # after each step
-    groups: list[list[TokenRecord]] = field(default_factory=list)  # that were retracted at once
-    instead: list[TokenRecord] = field(default_factory=list)  # what came in their places
+    groups: list[list[TokenRecord]] = field(default_factory=list)  # retracted together
+    instead: list[TokenRecord] = field(default_factory=list)  # the replacement of each group
 
     def __post_init__(self) -> None:
-        """Puts the tokens into the order in which they were chosen."""
+        """Sorts the tokens into the order in which they were chosen."""
         tokens = [event.token for event in self.events if event.token is not None]
         text: list[TokenRecord] = []
         self.texts.append(text)
@@ -82,14 +82,14 @@ def whole(model: LanguageModel) -> Run:
 
 
 @pytest.mark.parametrize("options", [{}, ASKED])
-def test_retracted_tokens_stand_before_their_replacement(
+def test_retracted_tokens_precede_their_replacement(
     model: LanguageModel, options: dict[str, Any]
 ) -> None:
     run = run_of(model, **options)
     assert run.texts[-1] == run.row.tokens
     tokens = [event.token for event in run.events if event.token is not None]
     gone = [token for group in run.groups for token in group]
-    # A row that goes back further tells them in the order in which they were drawn.
+    # A row that goes back further reports tokens in the order in which they were sampled.
     assert {*map(id, gone)} == {id(event.token) for event in run.events if event.retracted}
     assert len(gone) == run.row.retracted == run.row.to_json()["retracted"] > 20
     assert max(map(len, run.groups)) > 1
@@ -101,17 +101,17 @@ def test_retracted_tokens_stand_before_their_replacement(
         assert tokens.index(replacement) > positions[-1]
         assert replacement.action == "backspace"
         assert replacement.token_id != first.token_id
-        # Two passes: of the last token, and of what precedes the first, which may be the prompt.
+        # Two passes: the last token, and the token before the first, unless that is in the prompt.
         passes = 1 if first.position == len(PROMPT) else 2
         assert replacement.forwards == group[-1].forwards + passes
-        # Both are of one distribution.
+        # Both come from the same distribution.
         different = ["token_id", "text", "action", "logprob", "forwards"]
         if first.action == "argmax":
             different += ["temperature", "top_k", "top_p", "min_p"]
         assert without(first, different) == without(replacement, different)
     for text in run.texts[1:]:
         if text[-1:] in [group[-1:] for group in run.groups]:
-            assert pushed(model, text[:-1]) + text[-1].text == pushed(model, text)
+            assert certain_text(model, text[:-1]) + text[-1].text == certain_text(model, text)
     assert not any(event.pieces for event in run.events if event.retracted)
     assert {token.to_json(retracted=True)["type"] for token in gone} == {"retracted"}
     if not options:
@@ -124,15 +124,15 @@ def without(token: TokenRecord, names: Sequence[str]) -> dict[str, Any]:
     return {name: value for name, value in token.to_json().items() if name not in names}
 
 
-def test_what_is_shown_stays(model: LanguageModel, whole: Run) -> None:
-    """At every event the text is that of the committed tokens, and nothing of it goes again."""
+def test_emitted_text_is_final(model: LanguageModel, whole: Run) -> None:
+    """The emitted text is that of the committed tokens at every event, and is never taken back."""
     shown, committed = "", 0
     for event in whole.events:
         shown += "".join(piece.text for piece in event.pieces)
         committed += event.token is not None and not event.retracted
-        # The last token's text may end with what a character that was not completed leaves.
+        # The last token's text may end with the U+FFFD of an incomplete character.
         if committed < TOKENS:
-            assert shown == pushed(model, whole.row.tokens[:committed])
+            assert shown == certain_text(model, whole.row.tokens[:committed])
     assert shown == whole.row.text == "".join(token.text for token in whole.row.tokens)
     ids = [token.token_id for token in whole.row.tokens]
     assert whole.row.text == model.tokenizer.stream(after=PROMPT).run(ids)
@@ -141,11 +141,11 @@ def test_what_is_shown_stays(model: LanguageModel, whole: Run) -> None:
     ]
 
 
-def test_a_retracted_token_ends_no_text(model: LanguageModel, whole: Run) -> None:
-    """A stop string that only a token that was retracted would complete."""
+def test_a_retracted_token_completes_no_stop_string(model: LanguageModel, whole: Run) -> None:
+    """Stop strings that only retracted tokens would complete do not end the row."""
     gone = [token for group in whole.groups for token in group]
     stops = [
-        pushed(model, text[:-1])[-4:] + text[-1].text
+        certain_text(model, text[:-1])[-4:] + text[-1].text
         for text in whole.texts
         if text[-1:] and text[-1] in gone
     ]
@@ -175,8 +175,8 @@ def test_a_replacement_may_complete_a_stop_string(model: LanguageModel, whole: R
     assert one.row.retracted == sum(event.retracted for event in whole.events[:end])
 
 
-def test_an_interrupt_keeps_the_tokens_that_are_held_back(model: LanguageModel) -> None:
-    """Left after any event: what later steps might have retracted ends the text of its row."""
+def test_an_interrupt_keeps_held_back_tokens(model: LanguageModel) -> None:
+    """After any event, tokens that later steps might have retracted end the text of their row."""
     specs = [Spec(PROMPT, str(i), TOKENS) for i in range(3)]
 
     def three() -> Generation:

@@ -1,5 +1,5 @@
-"""Searches over whole texts, against a plain reading of each method: rows are read one at a time,
-and a fork is a prompt that is longer by what the two share."""
+"""Searches over whole texts, against a plain implementation of each method, which runs one row at a
+time, and in which a fork is a longer prompt."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests.support.runs import Spec, requests
 
 SLOTS, CAPACITY, TOKENS, FORKS = 8, 128, 20, 4
 VOCAB = 1249
-PROMPTS = {"dts": 50, "dts-greedy": 20, "eager": 50}  # of the other methods 10
+PROMPTS = {"dts": 50, "dts-greedy": 20, "eager": 50}  # 10 for the other methods
 PUBLISHED = {"dts": "dts", "dts-greedy": "dts", "eager": "eager"}  # presets
 OTHERS = {"dts": 2, "dts-greedy": 2, "eager": 1, "start-forks": FORKS - 1}
 
 
 def in_nats(token: TokenRecord, temperature: float, number: int) -> tuple[float, float]:
-    """Entropy and varentropy of the most likely tokens at a temperature, nats and nats^2."""
+    """Returns entropy (nats) and varentropy (nats^2) of the top tokens at a temperature."""
     assert token.top is not None
     p = np.array([p for _, _, p in token.top[:number]]) ** (1 / temperature)
     p = p[p > 0] / p.sum()
@@ -41,7 +41,7 @@ def in_nats(token: TokenRecord, temperature: float, number: int) -> tuple[float,
 
 
 def is_due(method: str, token: TokenRecord, at: int) -> bool:
-    """Whether a continuation forks, in the papers' own units."""
+    """Returns whether a continuation forks, in the papers' own units."""
     if method == "start-forks":
         return at == 0
     if method == "eager":
@@ -51,14 +51,14 @@ def is_due(method: str, token: TokenRecord, at: int) -> bool:
 
 
 def questions(model: LanguageModel, count: int, sampler: str = "min-p") -> list[Request]:
-    """Beginnings of documents, whose distributions are often wide."""
+    """Returns requests for beginnings of documents, where the entropy is often high."""
     items = islice(find_task("documents").items("test", chat=False), count)
     specs = [Spec(encode_prompt(model, item.prompt, chat=False), item.id, TOKENS) for item in items]
     return requests(model, specs, sampler, turn_end=True)
 
 
 def problems(model: LanguageModel, count: int) -> list[Request]:
-    """Questions whose answers are numbers."""
+    """Returns requests for questions with numeric answers."""
     items = islice(find_task("word-problems").items("test", chat=True), count)
     specs = [Spec(encode_prompt(model, item.prompt, chat=True), item.id, TOKENS) for item in items]
     return requests(model, specs, "temperature", turn_end=True)
@@ -80,7 +80,7 @@ class Line:
 
 
 class Reference:
-    """A method in step, one row at a time."""
+    """A plain implementation of a method, which runs one row at a time."""
 
     def __init__(self, model: LanguageModel, method: str, forks: int) -> None:
         self._engine = Engine(model, slots=1, capacity=CAPACITY, recording=Recording(top=VOCAB))
@@ -90,7 +90,7 @@ class Reference:
     def read(
         self, request: Request, given: list[TokenRecord], forced: list[int], name: str
     ) -> Line:
-        """The row alone whose text begins with these tokens."""
+        """Runs a row that begins with these tokens."""
         text = [*(token.token_id for token in given), *forced]
         own: list[TokenRecord] = []
         if len(text) < TOKENS and not {*forced} & {*request.eos_ids}:
@@ -102,18 +102,18 @@ class Reference:
         return Line(name, given, begin=len(text) - len(forced))
 
     def branch(self, request: Request, line: Line, at: int, token_id: int) -> Line:
-        """The row that parts from a line at a token."""
+        """Runs a row that diverges from a line at a token."""
         self.begun[line.name] += 1
         name = f"{line.name}.{self.begun[line.name]}"
         return self.read(request, line.tokens[:at], [token_id], name)
 
     @staticmethod
     def _forced(token_id: int) -> TokenRecord:
-        # Nothing reads what a forced token records, but its id and that it was forced.
+        # Only the id of a forced token, and its action, are read.
         return replace(TokenRecord(*[0] * 26), token_id=token_id, action="inject")  # type: ignore[arg-type]
 
     def search(self, request: Request) -> tuple[list[Line], int | None]:
-        """The continuations, and which one ended first."""
+        """Returns the continuations, and the index of the one that ended first."""
         lines = [self.read(request, [], [], request.row_id)]
         for at in range(TOKENS):
             here = [index for index, line in enumerate(lines) if at < len(line.tokens)]
@@ -132,7 +132,7 @@ class Reference:
         line, left = lines[index], self._forks - len(lines)
         chosen = line.tokens[at].token_id
         most = [i for i, _, _ in line.tokens[at].top or ()][: 1 + OTHERS[self._method]]
-        if self._method in ("dts", "dts-greedy"):  # these tokens, and no other
+        if self._method in ("dts", "dts-greedy"):  # only these tokens
             most = most[: 1 + left]
             if chosen not in most:
                 lines[index] = self.branch(request, line, at, most.pop(0))
@@ -143,7 +143,7 @@ class Reference:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_search_is_the_reference(tiny: LanguageModel, name: str) -> None:
+def test_a_search_equals_the_reference(tiny: LanguageModel, name: str) -> None:
     method, forks = find_method(name), FORKS
     wanted = questions(tiny, PROMPTS.get(name, 10), PUBLISHED.get(name, "min-p"))
     recording = recording_for(method, forks)
@@ -162,7 +162,7 @@ def test_a_search_is_the_reference(tiny: LanguageModel, name: str) -> None:
         assert begins == [line.begin for line in lines[1:]]
         texts = [[token.token_id for token in line.tokens] for line in lines]
         end = TOKENS if first is None else len(lines[first].tokens)
-        # The others end with the first, however far ahead of it they are.
+        # The other rows are cut to the length of the first one that ends.
         assert [[t.token_id for t in row.tokens] for row in outcome.rows] == [
             text[:end] for text in texts
         ]
@@ -176,7 +176,7 @@ def test_a_search_is_the_reference(tiny: LanguageModel, name: str) -> None:
             assert outcome.answer == (votes.most_common(1)[0][0] if votes else None)
         else:
             assert outcome.chosen == first
-        # The last token of a text is not read, and what a fork shares is read once.
+        # The last token of a text needs no forward pass, and shared tokens need one.
         own = (min(len(line.tokens), end) - line.begin - 1 for line in lines)
         assert outcome.forwards == sum(max(number, 0) for number in own)
     assert made > 5
@@ -184,8 +184,8 @@ def test_a_search_is_the_reference(tiny: LanguageModel, name: str) -> None:
 
 @pytest.mark.parametrize(("name", "preset"), [("dts-matched", "dts"), ("eager-matched", "eager")])
 def test_matched_forks(tiny: LanguageModel, name: str, preset: str) -> None:
-    """They are as many as the method's own at each depth, force tokens of about the same
-    probabilities, elsewhere, and never in place of an end token."""
+    """Matched forks equal the method's own in number at each depth, and in the probabilities of
+    forced tokens, but at other positions. An end token is never replaced."""
     wanted, same = questions(tiny, 30, preset), 0
     outcomes = {}
     for method in (find_method(preset), find_method(name)):
@@ -215,7 +215,7 @@ def test_matched_forks(tiny: LanguageModel, name: str, preset: str) -> None:
 
 
 def at_depth(outcome: Outcome, depth: int) -> list[Fork]:
-    """The forks that begin a continuation of a depth."""
+    """Returns the forks that begin a continuation of a depth."""
     known = {0: 0}
     for fork in outcome.forks:
         known[fork.row] = known[fork.parent] + 1
@@ -227,7 +227,7 @@ def depths(outcome: Outcome) -> list[int]:
 
 
 @pytest.mark.parametrize("width", [2, 4])
-def test_beam_search_is_that_of_transformers(tiny: LanguageModel, width: int) -> None:
+def test_beam_search_equals_transformers(tiny: LanguageModel, width: int) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     other = transformers.AutoModelForCausalLM.from_pretrained(tiny.folder, dtype=torch.float32)
@@ -259,7 +259,7 @@ def test_beam_search_is_that_of_transformers(tiny: LanguageModel, width: int) ->
 
 @pytest.mark.parametrize("name", ["self-consistency", "weighted-vote", "best-of-n", "surest-of-n"])
 def test_independent_samples(tiny: LanguageModel, name: str) -> None:
-    """They are the rows alone, one of which is chosen."""
+    """Returns independent rows, and chooses one of them by the method's score."""
     engine, chosen = Engine(tiny, slots=SLOTS, capacity=CAPACITY), set()
     searches = [METHODS[name].search(request, 3) for request in problems(tiny, 8)]
     for search in run_searches(engine, searches):
@@ -285,7 +285,7 @@ def test_independent_samples(tiny: LanguageModel, name: str) -> None:
     assert len(chosen) > 1
 
 
-def test_what_cannot_be_searched(tiny: LanguageModel) -> None:
+def test_search_errors(tiny: LanguageModel) -> None:
     with pytest.raises(UserError, match="no method 'dst', did you mean 'dts'"):
         find_method("dst")
     engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY)

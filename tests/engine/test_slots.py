@@ -38,7 +38,7 @@ def layout_of(mesh: str | None, lanes: int = 2) -> Layout:
     return Layout(SLOTS, lanes, 1 if mesh is None else 2)
 
 
-def full(mesh: str | None) -> DecodeState:
+def random_state(mesh: str | None) -> DecodeState:
     """Returns a state whose leaves are random, except for a valid fork: the first lane of each
     shard has a branch of the shard's first row."""
     rng, layout = np.random.default_rng(0), layout_of(mesh)
@@ -88,11 +88,11 @@ def leaves(tree: Any) -> Mapping[str, np.ndarray]:
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize(("slot", "cached"), [(0, 0), (SLOTS - 1, 0), (1, 5)])
-def test_a_row_takes_its_slot(mesh: str | None, slot: int, cached: int) -> None:
+def test_insert(mesh: str | None, slot: int, cached: int) -> None:
     """`insert` sets the row's fields, resets its sampler state, frees the lane that had a branch of
     the slot's previous row, and changes no other row and no cached key or value. An unsound
     position is kept if it is within the cached part of the text."""
-    state, row, layout = full(mesh), arrival(cached=cached), layout_of(mesh)
+    state, row, layout = random_state(mesh), arrival(cached=cached), layout_of(mesh)
     before = leaves(state)
     number = layout.numbers[slot]
     after = leaves(insert(state, jnp.asarray(number), row, mechanisms=MECHANISMS))
@@ -128,9 +128,9 @@ def test_a_row_takes_its_slot(mesh: str | None, slot: int, cached: int) -> None:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_more_lanes(mesh: str | None) -> None:
+def test_widen(mesh: str | None) -> None:
     """`widen` keeps rows and branches, each on its device, and adds empty lanes."""
-    state, layout = full(mesh), layout_of(mesh)
+    state, layout = random_state(mesh), layout_of(mesh)
     wide = replace(layout, lanes=5)
     before, sharding = leaves(state), state.history.sharding
     wider = widen(state, layout, 5)
@@ -152,10 +152,10 @@ def test_more_lanes(mesh: str | None) -> None:
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize(("source", "target"), [(0, 1), (3, 0), (2, 2)])
-def test_a_prefix_is_shared(mesh: str | None, source: int, target: int) -> None:
+def test_share_prefix(mesh: str | None, source: int, target: int) -> None:
     """`share_prefix` copies the cache, sets its length, and changes nothing else. An unsound
     position is copied if it is within that length. The source may be on another device."""
-    state, numbers = full(mesh), layout_of(mesh).numbers
+    state, numbers = random_state(mesh), layout_of(mesh).numbers
     before, wanted_sharding = leaves(state), jax.tree.map(lambda x: x.sharding, state)
     source, target = numbers[source], numbers[target]
     shared = share_prefix(state, *map(jnp.int32, (source, target, 5)))

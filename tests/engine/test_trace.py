@@ -1,5 +1,5 @@
-"""The trace: its objects, its file, and that what is written is read back; whole traces of runs
-are in test_main.py."""
+"""Objects of a trace, and its file, written and read back. Whole traces of runs are in
+test_main.py."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.support.models import TINY
 from tests.support.samplers import CALIBRATION
 from tests.support.traces import OPTIONAL, load_trace, record
 
-# The contract, in order. More fields stand among them: the agreement as published, which two
-# presets act on, four measures of confidence, and whether a branching was too close to call.
+# The documented fields, in order. There are more fields among them: the agreement as published,
+# which two presets use, four measures of confidence, and whether a branching was ambiguous.
 PUBLISHED = """row position token_id text regime action logprob entropy varentropy
     sequence_varentropy attn_entropy attn_entropy_norm attn_varentropy agreement
     interaction_strength temperature top_k top_p min_p forwards loop top branches
@@ -57,7 +57,7 @@ def test_fields_and_their_order() -> None:
     assert [*taken_back.items()] == [*(full.to_json() | {"type": "retracted"}).items()]
 
 
-def test_shortest_decimals_are_those_of_numpys_texts() -> None:
+def test_shortest_decimals_equal_numpy() -> None:
     rng = np.random.default_rng(0)
     bits = rng.integers(0, 2**32, 200_000, np.uint32).view(np.float32)
     fractions = rng.integers(-(10**6), 10**6, 50_000) / 2.0 ** rng.integers(0, 24, 50_000)
@@ -68,18 +68,18 @@ def test_shortest_decimals_are_those_of_numpys_texts() -> None:
         np.testing.assert_array_equal(shorten(x), x.astype(str).astype(np.float64))
 
 
-def test_lines_are_there_as_they_are_written(tmp_path: Path) -> None:
+def test_lines_are_flushed_as_they_are_written(tmp_path: Path) -> None:
     path, name = tmp_path / "trace.jsonl", os.fsdecode(b"tiny\xff")
     with TraceWriter(path) as writer:
         writer.write({"type": "header", "prompt": "né\n"})
         assert path.read_text(encoding="utf-8") == '{"type": "header", "prompt": "né\\n"}\n'
-        writer.write({"model": name})  # which is not UTF-8: an escape
+        writer.write({"model": name})  # not UTF-8, so it is escaped
         with pytest.raises(ValueError, match="JSON"):
             writer.write({"entropy": float("nan")})
     assert json.loads(path.read_text().splitlines()[1]) == {"model": name}
 
 
-def test_a_header_has_the_thresholds_as_written_and_as_numbers() -> None:
+def test_a_header_has_percentiles_and_thresholds() -> None:
     resolved = load_sampler("entropix").resolve(CALIBRATION)
     tokenizer = SimpleNamespace(decode=lambda ids, *, skip_special: "")
     precision = choose_precision("float32")
@@ -96,7 +96,7 @@ def test_a_header_has_the_thresholds_as_written_and_as_numbers() -> None:
     assert [tables["entropy"][i] for i in (0, 30, 70, 100)] == [0.0, 0.3, 2.5, 10.0]
 
 
-# A part of a trace says so, and what is damaged is refused
+# Incomplete and damaged traces
 
 TOKENS = [token for row in range(2) for token in reports.run_of(9, row)]
 TRACE = [reports.header(), *TOKENS, reports.footer(TOKENS)]
@@ -109,9 +109,9 @@ def written(path: Path, objects: Iterable[Any]) -> list[bytes]:
     return path.read_bytes().splitlines(keepends=True)
 
 
-def test_what_is_written_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
-    """A trace that ends with any of its lines but the last says that it is unfinished; so does one
-    that ends within a line, which is not read."""
+def test_an_incomplete_trace_is_read_up_to_its_end(tmp_path: Path) -> None:
+    """A trace without its last line has no footer. One that ends within a line is `torn`, and that
+    line is not read."""
     path, expected = tmp_path / "trace.jsonl", json.loads(json.dumps(TRACE))  # tuples are lists
     lines = written(path, TRACE)
     assert len(lines) == len(TRACE)
@@ -129,9 +129,9 @@ def test_what_is_written_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("times", [0, 2])
-def test_a_line_that_is_missing_or_twice_there_is_told(tmp_path: Path, times: int) -> None:
-    """With the line's number. All but one kind: a token that was taken back may be gone, or be
-    there twice, as a position may be drawn any number of times."""
+def test_missing_and_repeated_lines_are_reported(tmp_path: Path, times: int) -> None:
+    """The error contains the line number. Retracted tokens may be missing or repeated, as a
+    position may be sampled any number of times."""
     path = tmp_path / "trace.jsonl"
     for at, one in enumerate(TRACE[:-1]):
         if one["type"] != "retracted":
