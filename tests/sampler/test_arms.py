@@ -39,18 +39,18 @@ Values = Mapping[str, Any]
 def proposal_at(
     arm: str | jax.Array, point: Metrics, params: SamplerSettings, **row: Any
 ) -> Proposal:
-    """What an arm, by its name or its number, proposes for one row."""
+    """Returns the proposal of an arm, given by name or index, for one row."""
     index = jnp.int32(ARMS.index(arm)) if isinstance(arm, str) else arm
     return propose(index, context(point, params, **row))
 
 
 def published(**metrics: float) -> Metrics:
-    """A point of document 001. What its preset's arms must not read is a number that would show."""
+    """Returns a point of document 001. Metrics that its arms must not read are 9."""
     return metrics_of(agreement=9.0, attn_entropy_norm=9.0, **metrics)
 
 
-# Document 001, "Example Generations": what is measured, and what is proposed. Exploring, the factor
-# is 1.44 and top-k is floor(27 * 1.2); resampling, 0.666 * 2.45 is below the floor.
+# Document 001, "Example Generations": metrics and proposals. For `explore` the factor is 1.44 and
+# top-k is floor(27 * 1.2). For `resample`, 0.666 * 2.45 is below the lower bound.
 LOW = published(entropy=0.05, varentropy=0.02)
 UNDECIDED = published(entropy=3.5, varentropy=0.08)
 FORKED = published(entropy=2.1, varentropy=5.5, interaction_strength=0.8, agreement_published=0.6)
@@ -93,8 +93,8 @@ def test_document_001(point: Metrics, regime: str, action: str, expected: dict[s
 # The oracle
 
 
-def seen_by(metrics: Values, v: Values) -> tuple[float, float]:
-    """What stands for attention entropy and agreement."""
+def configured_metrics(metrics: Values, v: Values) -> tuple[float, float]:
+    """Returns the configured attention entropy and agreement."""
     entropies = {"normalised": "attn_entropy_norm", "raw": "attn_entropy"}
     agreements = {"published": "agreement_published", "corrected": "agreement"}
     entropy = metrics[entropies[v["metrics.attn_entropy"]]]
@@ -102,7 +102,7 @@ def seen_by(metrics: Values, v: Values) -> tuple[float, float]:
 
 
 def uncertainty(metrics: Values, v: Values, thresholds: Sequence[float]) -> tuple[float, float]:
-    """The entropy and varentropy that `adaptive` sees, of a row with these h1, h2, u1 and u2."""
+    """Returns the entropy and varentropy of `adaptive`, given h1, h2, u1 and u2 of the row."""
     h, u = metrics["entropy"], metrics["varentropy"]
     if v["metrics.units"] == "thresholds":
         h, u = h / max(thresholds[1], 1e-6), u / max(thresholds[3], 1e-6)
@@ -112,12 +112,12 @@ def uncertainty(metrics: Values, v: Values, thresholds: Sequence[float]) -> tupl
 def oracle(
     arm: str, metrics: Values, v: Values, may: bool, thresholds: Sequence[float]
 ) -> dict[str, float]:
-    """The proposal of an arm in Python's own floats, from the file's own values."""
+    """Computes the proposal of an arm with Python floats, from the values of a sampler file."""
     if not may:
         arm = {"branch": "explore", "backspace": "adaptive"}.get(arm, arm)
     h, va = metrics["entropy"], metrics["attn_varentropy"]
     both = sum(uncertainty(metrics, v, thresholds))
-    ea, a = seen_by(metrics, v)
+    ea, a = configured_metrics(metrics, v)
     strength = metrics["interaction_strength"]
     t0, k0, p0, m0 = (v[f"base.{name}"] for name in ("temperature", "top_k", "top_p", "min_p"))
 
@@ -179,8 +179,8 @@ def oracle(
 
 
 def confidence_of(metrics: Values, v: Values, thresholds: Sequence[float]) -> float:
-    """The documents' score, in Python's own floats."""
-    ea, a = seen_by(metrics, v)
+    """Computes the documents' confidence score with Python floats."""
+    ea, a = configured_metrics(metrics, v)
     h, u = uncertainty(metrics, v, thresholds)
     return (
         v["adaptive.confidence_entropy"] * (1 - h)
@@ -199,7 +199,7 @@ def random_point(rng: np.random.Generator) -> dict[str, float]:
     return {name: float(np.float32(rng.uniform(0, highest.get(name, 1.0)))) for name in names}
 
 
-# Values that keep every clip out of the way, so that each coefficient shows.
+# Values that disable all clipping, so that each coefficient has an effect.
 WIDE: Values = {
     "explore.temperature_max": 100.0,
     "inject.temperature_max": 100.0,
@@ -211,7 +211,7 @@ WIDE: Values = {
 
 
 def random_values(rng: np.random.Generator) -> dict[str, Any]:
-    """Settings with every real coefficient drawn at random, and all that the arms take as it is."""
+    """Returns settings with random coefficients, and random values of the arms' other settings."""
     coefficients = [key for key, number in scalars().items() if number["low"] == -100.0]
     return {
         **{key: float(rng.uniform(0.05, 1.5)) for key in coefficients},
@@ -242,14 +242,14 @@ def random_values(rng: np.random.Generator) -> dict[str, Any]:
 def propose_each(
     arm: jax.Array, metrics: Metrics, params: SamplerSettings, row: Context
 ) -> tuple[Proposal, jax.Array]:
-    """Each row's proposal and confidence."""
+    """Returns each row's proposal and confidence."""
     ctx = replace(row, metrics=as_configured(metrics, params), settings=params)
     return propose(arm, ctx), confidence(ctx)
 
 
-def test_random_points() -> None:
-    """Every arm, each row of a batch by its own arm, settings and metrics. What the row may do of
-    another arm's actions does not concern it."""
+def test_arms_equal_the_oracle() -> None:
+    """Each row of the batch has its own arm, settings and metrics. Permissions for the actions of
+    other arms have no effect."""
     rng = np.random.default_rng(0)
     base = load_sampler(LITERAL)
     arms = [arm for arm in ARMS for _ in range(40)]
@@ -280,9 +280,9 @@ def test_random_points() -> None:
 
 
 def test_extreme_metrics_stay_within_the_types() -> None:
-    """No widening overflows the integer, no cooling makes a temperature negative."""
+    """Top-k does not overflow the integer, and the temperature does not become negative."""
     params = params_of(LITERAL, {"adaptive.top_k_max": 2**31 - 1, "base.top_k": 2**31 - 1})
     proposal = proposal_at("adaptive", metrics_of(interaction_strength=1e30), params)
-    assert int(proposal.top_k) == 2**30  # more than any vocabulary has, and a float32, too
+    assert int(proposal.top_k) == 2**30  # larger than any vocabulary, and exact in float32
     cold = params_of(LITERAL, {"adaptive.temperature_agreement": 100.0})
     assert float(proposal_at("adaptive", metrics_of(agreement=1.0), cold).temperature) == 0

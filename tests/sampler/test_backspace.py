@@ -44,7 +44,7 @@ from tests.support.schedules import encode_numbers
 from tests.support.steps import choose_jit, rows_of
 from tests.support.transform_oracles import modified
 
-# What was done
+# Steps that were taken
 
 
 @dataclass
@@ -160,7 +160,7 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
         tokens.append(token)
 
     def seen(at: Position) -> np.ndarray:
-        """What a draw is from: biased, penalised, banned, without noise."""
+        """Returns the logits of a draw: biased, penalised, banned, above the noise floor."""
         last = tokens[-1]
         return modified(model.logits(last), model.heard(last, epsilon), tokens, values, at.banned)
 
@@ -213,7 +213,7 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
         happened[action] += 1
         if arm == "backspace" and action == "adaptive":
             happened[f"adaptive: {reasons[0] if reasons else origin}"] += 1
-        # What is told is told of the distribution that was read.
+        # The records describe the distribution that was read.
         assert REGIMES[choice.observation.regime] == regime
         assert choice.observation.metrics.entropy == about(entropy_bits(np.exp(log_probs)))
 
@@ -419,7 +419,7 @@ def test_rows_against_plain_python(runs: dict[str, list[Taken]]) -> None:
 
 
 def told(steps: Sequence[Taken]) -> list[tuple[Any, ...]]:
-    """What is the same in any other run."""
+    """Returns the values that are equal in any other run."""
     return [(step.token, int(step.first.position), int(step.first.forwards)) for step in steps]
 
 

@@ -1,4 +1,4 @@
-"""Every run ends, whatever the bounds and however large the budgets of the arms."""
+"""Every run ends, for any bounds and any budgets of the arms."""
 
 from collections.abc import Mapping, Sequence
 from itertools import product, repeat
@@ -41,7 +41,7 @@ ENDLESS: Mapping[str, Any] = {
 
 
 def everywhere(regime: str) -> dict[str, Any]:
-    """Bounds under which every distribution is of one regime."""
+    """Returns bounds under which every distribution has the same regime."""
     bounds = {f"regimes.{box}": ["entropy < -1"] for box in BOXES}
     return bounds if regime == "mid" else {**bounds, f"regimes.{regime}": ["entropy > -1"]}
 
@@ -53,7 +53,7 @@ def job_of(regime: str, budget: int = 20, **changes: Any) -> Job:
 
 
 def run(jobs: Sequence[Job]) -> list[list[Line]]:
-    """Rows ten by ten, each of which ends with all of its budget, every position counted."""
+    """Runs batches of ten rows, and checks that each uses its budget and counts its forwards."""
     rows: list[list[Line]] = []
     for first in range(0, len(jobs), BATCH):
         rows += generate(MODEL, jobs[first : first + BATCH], chunks=repeat(32))
@@ -63,8 +63,8 @@ def run(jobs: Sequence[Job]) -> list[list[Line]]:
         assert [line.status for line in lines] == [RUNNING] * (len(lines) - 1) + [LENGTH]
         last = lines[-1]
         assert last.position + len(last.tokens) == len(job.prompt) + job.budget
-        # A step reads one position, where no token is yet one of the prompt's. A token that takes
-        # another's place costs two steps, and so does one that a fork forces.
+        # A step reads one generated token, so the first token of a row costs none. A replacement
+        # costs two steps, and so does a token that a fork forces.
         tokens = [line for line in lines if line.position > len(job.prompt)]
         steps = len(tokens) + sum(isinstance(line.exact[0], tuple) for line in tokens)
         rolled_out = sum(line.rolled_out for line in lines)
@@ -76,8 +76,8 @@ def actions_of(lines: Sequence[Line]) -> list[str]:
     return [line.action for line in lines]
 
 
-def test_all_is_taken_back() -> None:
-    """Each position but the last is drawn as often as the budgets allow, then for good."""
+def test_backspace_at_every_position() -> None:
+    """Each position but the last is resampled as often as the budgets allow, and is then final."""
     budgets = [1, 2, 20, CAPACITY - 3]
     limits = [*product((0, 1, 8), (0, 3, HUGE), budgets, (1, 8))]
     jobs = [
@@ -104,8 +104,8 @@ def test_all_is_taken_back() -> None:
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-def test_any_arm_everywhere(regime: str) -> None:
-    """Every arm for every regime, with and without a loop guard that sees loops everywhere."""
+def test_any_arm_in_any_regime(regime: str) -> None:
+    """Runs every arm in every regime, with and without a loop guard that triggers everywhere."""
     guards: list[dict[str, Any]] = [{}, {"loop__max_period": 4, "loop__repeats": 2}]
     arms = [*product(ARMS, guards)]
     jobs = [
@@ -123,7 +123,7 @@ def test_any_arm_everywhere(regime: str) -> None:
 
 @pytest.mark.parametrize("thought", ["", "ab"])
 @pytest.mark.parametrize("text", ["", "x", "a text that does not fit " * 20])
-def test_a_hook_that_is_always_asked(folder: str, text: str, thought: str) -> None:
+def test_retrieve_is_called_once_per_position(folder: str, text: str, thought: str) -> None:
     asked: list[str] = []
 
     def retrieve(said: str) -> str:

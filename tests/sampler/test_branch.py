@@ -54,7 +54,7 @@ ROWS = 6 * BATCH
 CLOSE = 3e-5  # to each other, for two logits, scores or shares of a distribution
 
 PRESET = load_sampler(LITERAL)
-# A row branches where LEHV or HEHV is, and takes the likeliest token elsewhere.
+# A row branches in LEHV or HEHV, and takes the most likely token elsewhere.
 BRANCHING: Mapping[str, Any] = {
     **BOUNDS,
     **{f"arms.{regime}": "argmax" for regime in ("lelv", "helv", "mid", "loop")},
@@ -108,7 +108,7 @@ class Case:
 
     @property
     def logits(self) -> np.ndarray:
-        """What the next token is chosen by."""
+        """The logits of the next token."""
         return modified(CHAIN.logits(self.text[-1]), self.heard, self.text, self.values)
 
     def uniforms(self, stream: int, number: int) -> np.ndarray:
@@ -127,7 +127,7 @@ class Outcome:
 
 
 def likeliest_first(z: np.ndarray, number: int) -> np.ndarray:
-    """All tokens, likeliest first; the order of the first `number` matters."""
+    """Returns all tokens, most likely first. The order of the first `number` matters."""
     order = np.argsort(-z, kind="stable")
     first = z[order[: number + 1]]
     first = first[first > -np.inf]
@@ -136,7 +136,7 @@ def likeliest_first(z: np.ndarray, number: int) -> np.ndarray:
 
 
 def candidates(case: Case, z: np.ndarray) -> list[int]:
-    """The tokens that branches begin with, likeliest first."""
+    """Returns the first tokens of branches, most likely first."""
     width, temperature, min_p, top_p, noise = (
         case.values[f"branch.{name}"]
         for name in ("width", "temperature", "min_p", "top_p", "noise")
@@ -189,7 +189,7 @@ def step(case: Case) -> Outcome:
         return Outcome([int(likeliest_first(case.logits, 1)[0])])
     begun = enumerate(candidates(case, case.logits))
     branches, scores = zip(*(roll_out(case, *one) for one in begun), strict=True)
-    best = scores.index(max(scores))  # of equals the first, that is, the likelier candidate
+    best = scores.index(max(scores))  # on a tie the first, which is more likely
     ranked = sorted((s for s in scores if s > -np.inf), reverse=True)
     ambiguous = False
     if len(ranked) > 1:
@@ -200,8 +200,8 @@ def step(case: Case) -> Outcome:
 
 
 def follow(case: Case) -> list[tuple[Case, Outcome]]:
-    """A row step by step, to an end token or the end of its budget: as it stands before each step,
-    and what the step does."""
+    """Runs a row to an end token or the end of its budget. Returns the row before each step, and
+    the outcome of the step."""
     steps: list[tuple[Case, Outcome]] = []
     while case.remaining > 0 and case.text[-1] not in case.eos:
         outcome = step(case)
@@ -351,7 +351,7 @@ def test_the_rows_reach_what_they_should() -> None:
 
 
 def test_a_row_whose_branches_all_fail_ends_where_they_do() -> None:
-    """The error names the position after the token that caused it; the other rows go on."""
+    """The error names the position after the token that caused it. The other rows continue."""
     one = {**EVERYWHERE, "branch.width": 1}
     cases = [case_of([20 + i, 40 + i], one if i == 0 else EVERYWHERE, 12) for i in range(BATCH)]
     said = generate((CONFIG, WHOLE), [job_of(case) for case in cases])[0][0].tokens

@@ -33,7 +33,7 @@ ENDS = [i for i, text in enumerate(token_texts()) if text in ".,\n?!:;)]}"]
 
 
 def nucleus(logits: np.ndarray, temperature: float, top_p: float) -> np.ndarray:
-    """The probabilities of tokens after temperature and top-p, float64 [V]."""
+    """Returns the probabilities of tokens after temperature and top-p, float64 [V]."""
     p = softmax(logits.astype(np.float64), temperature)
     order = np.argsort(-p, kind="stable")
     count = int((np.cumsum(p[order]) < top_p).sum()) + 1
@@ -46,7 +46,7 @@ def nats(p: np.ndarray) -> float:
     return -float(np.sum(p[p > 0] * np.log(p[p > 0])))
 
 
-def drawn(p: np.ndarray, uniform: float) -> int:
+def token_at(p: np.ndarray, uniform: float) -> int:
     return int((np.cumsum(p) <= uniform).sum())
 
 
@@ -54,8 +54,8 @@ def width_of_cntp(q: np.ndarray) -> int:
     return int(1 + 9 * np.clip((nats(q) - 0.01) / 1.49, 0, 1))
 
 
-def test_what_branches_begin_with() -> None:
-    """500 random rows each: how many branches there are, and their first tokens."""
+def test_candidates_of_branches() -> None:
+    """Checks the number and the first tokens of branches, on 500 random rows for each preset."""
     rng, batch = np.random.default_rng(8), 50
     count = {"cntp": 0, "adadec": 0}
     for number in range(ROWS // batch):
@@ -77,7 +77,7 @@ def test_what_branches_begin_with() -> None:
                     width = width_of_cntp(q)
                     key = row_key(0, str(row))
                     numbers = uniform_numbers(key, 5, STREAM_CANDIDATE, MAX_WIDTH)
-                    tokens = [drawn(q, u) for u in numbers[:width]] if width > 1 else []
+                    tokens = [token_at(q, u) for u in numbers[:width]] if width > 1 else []
                 else:
                     is_high = nats(p) > 1.321
                     tokens = np.argsort(-p)[:3].tolist() if is_high else []
@@ -88,7 +88,7 @@ def test_what_branches_begin_with() -> None:
 
 
 def logits_after(text: Sequence[int], branches: Sequence[Sequence[int]]) -> np.ndarray:
-    """The logits before each token of branches of a text, float32 [branches, depth, V]."""
+    """Returns the logits before each token of branches of a text, float32 [branches, depth, V]."""
     config, params = MODEL
     tokens = np.zeros((MAX_WIDTH, CAPACITY), np.int32)
     for row, branch in zip(tokens, branches, strict=False):
@@ -105,7 +105,7 @@ def check_cntp(job: Job, text: list[int], line: Line, left: int) -> None:
             q = nucleus(row, 0.8, 0.95)
             stream = STREAM_ROLLOUT if at else STREAM_CANDIDATE
             key, position = row_key(job.seed, job.row_id), len(text) + at
-            assert token == drawn(q, uniform_numbers(key, position, stream, MAX_WIDTH)[number])
+            assert token == token_at(q, uniform_numbers(key, position, stream, MAX_WIDTH)[number])
             scores.append(np.log(q[token]))
         assert [token in ENDS for token in branch[:-1]] == [False] * (len(branch) - 1)
         assert branch[-1] in ENDS or len(branch) == left
@@ -134,10 +134,10 @@ def check_adadec(job: Job, text: list[int], line: Line, left: int) -> None:
     ("preset", "check", "deep"),
     [("cntp", check_cntp, False), ("adadec", check_adadec, False), ("adadec", check_adadec, True)],
 )
-def test_whole_rows(preset: str, check: object, deep: bool) -> None:
-    """Where branches end, what they are judged by, and what is committed. Deep branches are longer
-    than the blocks of 32 tokens in which the cache is copied, some reach its end, and rows that
-    continue after one read what was copied."""
+def test_ends_and_scores_of_branches(preset: str, check: object, deep: bool) -> None:
+    """Checks the ends, scores and committed tokens of branches. Deep branches exceed the blocks of
+    32 tokens in which the cache is copied, some reach its end, and rows that continue after one
+    read the copy."""
     rng, found = np.random.default_rng(4), Counter[str]()
     changes = {"branch.depth": 40, "branch.commit_all": True} if deep else {}
     jobs = []

@@ -1,4 +1,4 @@
-"""Defects of the public implementations, on the sampler's side: each test fails where one is."""
+"""Defects of the public implementations in the sampler. Each test fails if the defect exists."""
 
 import math
 from dataclasses import replace
@@ -31,7 +31,7 @@ from tests.support.samplers import (
 
 
 def frequencies(probabilities: list[float], number: int = 20_000, **rules: float) -> np.ndarray:
-    """How often each token is drawn, at one position of one row."""
+    """Returns how often each token is sampled, at one position of one row."""
     numbers = uniform_numbers(row_key(0, "0"), 0, STREAM_DRAW, number).astype(np.float32)
     logits = jnp.log(jnp.asarray([probabilities] * number, jnp.float32))
     drawn = nucleus_draw(logits, proposal_of(temperature=[1.0] * number, **rules), numbers[:, None])
@@ -39,21 +39,21 @@ def frequencies(probabilities: list[float], number: int = 20_000, **rules: float
 
 
 def test_defect_06_min_p_without_effect() -> None:
-    """min-p masks before the probabilities are taken: what it drops is never drawn."""
+    """Min-p masks tokens before the softmax, so masked tokens are never sampled."""
     found = frequencies([0.1, 0.6, 0.05, 0.25], min_p=0.4)
     assert found[0] == found[2] == 0
     np.testing.assert_allclose(found, [0, 0.6 / 0.85, 0, 0.25 / 0.85], atol=0.015)
 
 
 def test_defect_07_top_p_in_ascending_order() -> None:
-    """Top-p keeps the likeliest tokens of a flat distribution and trims the tail."""
+    """Top-p keeps the most likely tokens of a flat distribution and drops the tail."""
     found = frequencies([0.02, 0.12, 0.11, 0.13, 0.12, 0.11, 0.13, 0.12, 0.12, 0.02], top_p=0.9)
     assert found[0] == found[9] == 0
     assert np.all(found[1:9] > 0.09)
 
 
 def test_defect_08_one_key_for_all_steps_and_rows() -> None:
-    """Rows and positions of one distribution draw different tokens."""
+    """Rows and positions with the same distribution sample different tokens."""
     flat = params_of("temperature", {"base.temperature": 50.0})
     texts = generate(tiny_model(), [Job([5], flat, row_id=str(i)) for i in range(4)])
     tokens = np.array([tokens_of(steps) for steps in texts])
@@ -64,7 +64,7 @@ def test_defect_08_one_key_for_all_steps_and_rows() -> None:
 
 
 def test_defect_09_wrong_frequencies() -> None:
-    """(.50, .30, .15, .05) are drawn so often, not .586, .261, .117, .037."""
+    """Token frequencies are (.50, .30, .15, .05), not (.586, .261, .117, .037)."""
     expected = np.array([0.50, 0.30, 0.15, 0.05])
     number = 20_000
     found = number * frequencies(expected.tolist(), number)
@@ -72,14 +72,14 @@ def test_defect_09_wrong_frequencies() -> None:
 
 
 def test_defect_11_no_match_reads_as_lelv() -> None:
-    """A point in no box is MID, and is served by that arm."""
+    """A point in no box is MID and uses that arm."""
     middle = metrics_of(entropy=2.0, varentropy=2.0)
     for preset in (LITERAL, "document-000", "document-001"):
         assert REGIMES[int(classify(middle, params_of(preset)))] == "mid"
 
 
-def test_defect_12_rows_that_steer_each_other() -> None:
-    """Each row's regime and arm follow from its own metrics, and stay when the others change."""
+def test_defect_12_regimes_depend_only_on_their_row() -> None:
+    """Each row's regime and arm depend only on its own metrics, not on the other rows."""
     sampler = params_of(LITERAL)
 
     def first_steps(prompts: list[list[int]]) -> list[Line]:
@@ -98,7 +98,7 @@ def test_defect_12_rows_that_steer_each_other() -> None:
 
 
 def test_defect_13_a_question_that_is_asked_once() -> None:
-    """A thought comes again after its cooldown, also where the whole history holds its tokens."""
+    """A thought is injected again after its cooldown, even if the history is full of its tokens."""
     values: dict[str, Any] = {f"regimes.{box}": ["entropy < -1"] for box in BOXES}
     values |= {"arms.mid": "inject"}
     values |= {"inject.thought": "?", "inject.cooldown": 2, "loop.max_period": 0}
@@ -108,7 +108,7 @@ def test_defect_13_a_question_that_is_asked_once() -> None:
 
 
 def test_defect_17_host_round_trips() -> None:
-    """Many steps are one program: traced without any value, one loop, and no call of the host."""
+    """Many steps are one program, traced without any value, with a loop and no host callback."""
     config, params = tiny_model()
     job = Job([5, 6, 7], params_of(LITERAL))
     state = jax.eval_shape(lambda state: state, start(config, params, [job], 64))
@@ -119,13 +119,13 @@ def test_defect_17_host_round_trips() -> None:
         given = replace(wanted, lanes=lanes)
         program = str(run.trace(params, state, jnp.int32(0), **static, program=given).jaxpr)
         assert "while[" in program
-        assert "cond[" in program  # its parts are printed, too
+        assert "cond[" in program  # the jaxpr includes subprograms
         assert "callback" not in program
         assert "infeed" not in program
 
 
 def test_defect_17_many_steps_in_one_call() -> None:
-    """A whole text, through every kind of action: a call ends where a fork begins or ends."""
+    """Runs a whole text with every kind of action. A call ends where a fork begins or ends."""
     changes = {
         "regimes.lelv": ["entropy < 0.5"],
         "regimes.helv": ["entropy > 2.5", "varentropy < 2.5"],

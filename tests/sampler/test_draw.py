@@ -1,4 +1,4 @@
-"""The truncated draw, under any rule and from any logits, against float64 oracles that sort."""
+"""The truncated draw with any rule and any logits, against float64 oracles that sort."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ from tests.support.properties import examples
 from tests.support.samplers import proposal_of
 
 DRAWS = 4
-MARGIN = 1e-5  # of min-p, within which a token may fall either way
+MARGIN = 1e-5  # relative to min-p, within which a token may be kept or dropped
 TINY = float(np.finfo(np.float32).tiny)
 
 
-# Any rows, made up
+# Random rows
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a row is drawn by; `number` is that of a rule which is not `nucleus`."""
+    """Sampling settings of a row. `number` is the parameter of a rule other than `nucleus`."""
 
     temperature: float
     top_k: int
@@ -86,7 +86,7 @@ def rule_settings(draw: st.DrawFn) -> Setting:
         "mirostat": (-8, 40),
     }
     made_up = st.floats(*ranges.get(rule, (0, 1)), width=32, allow_subnormal=False)
-    # Nothing else of the proposal counts: the rule stands in its place.
+    # The rule replaces the other settings of the proposal.
     temperature = draw(st.sampled_from((0.0, 0.3, 1.0, 2.0)) | st.floats(0.25, 8, width=32))
     known = st.sampled_from(NUMBERS[rule])
     number = draw(known if rule in ("p_less", "ees") else known | made_up)
@@ -122,8 +122,8 @@ def batches(draw: st.DrawFn, vocab: int) -> Batch:
 
 
 def check_nucleus(logits: np.ndarray, setting: Setting, left: Any, ids: Any, uniforms: Any) -> None:
-    """The row's set and draws are those of its min-p; of tokens that lie right at that bound any
-    number may have fallen either way."""
+    """Checks a row's kept set and draws against the oracle. Any number of the tokens within
+    rounding of the min-p bound may be kept or dropped."""
 
     def oracle(**changes: float) -> KeptTokens:
         values = {**vars(setting), **changes}
@@ -139,7 +139,7 @@ def check_nucleus(logits: np.ndarray, setting: Setting, left: Any, ids: Any, uni
         oracle(min_p=setting.min_p * factor, top_p=1.0).most for factor in (1 + MARGIN, 1 - MARGIN)
     )
     kept, numbers = int(left.sum()), range(max(fewest, 1), most + 1)
-    # The more tokens pass min-p, the more of them top-p keeps.
+    # Top-p keeps more tokens if more tokens pass min-p.
     place = bisect_left(numbers, kept, key=lambda number: oracle(min_p=0.0, top_k=number).most)
     if place == len(numbers):
         raise failure
@@ -160,7 +160,7 @@ def check_row(logits: np.ndarray, setting: Setting, left: Any, ids: Any, uniform
 
 def check(batch: Batch, how: Any = truncated_draw) -> None:
     drawn = batch.drawn(how)
-    # A denormal is a 0: a machine that knows none of them draws the same.
+    # Denormals count as 0, so that machines without denormals sample the same.
     logits = np.where(np.abs(batch.logits) < TINY, np.float32(0), batch.logits)
     for row, setting in enumerate(batch.settings):
         left, ids = np.asarray(drawn.left[row]) > -np.inf, np.asarray(drawn.ids[row])
@@ -177,25 +177,25 @@ def check(batch: Batch, how: Any = truncated_draw) -> None:
 
 @examples(150)
 @given(batches(2))
-def test_two_tokens(batch: Batch) -> None:
+def test_draw_of_two_tokens(batch: Batch) -> None:
     check(batch)
 
 
 @examples(100)
 @given(batches(HEAD + 1))
-def test_one_token_more_than_the_head(batch: Batch) -> None:
+def test_draw_of_one_token_more_than_the_head(batch: Batch) -> None:
     check(batch)
 
 
 @examples(40)
 @given(batches(LLAMA3))
-def test_the_vocabulary_of_llama_3(batch: Batch) -> None:
+def test_draw_of_the_vocabulary_of_llama_3(batch: Batch) -> None:
     check(batch)
 
 
 @examples(15)
 @given(batches(LLAMA3))
-def test_all_rows_at_once_as_on_a_gpu(batch: Batch) -> None:
+def test_draw_of_all_rows_at_once(batch: Batch) -> None:
     check(batch, gpu_draw)
 
 
@@ -207,21 +207,21 @@ def gpu_draw(*args: Any) -> Drawn:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_two_tokens_that_float32_ties(order: int) -> None:
-    """Either may come first: a difference of 1e-25 is none to their information content."""
+def test_two_tokens_that_tie_in_float32(order: int) -> None:
+    """Either may come first. A difference of 1e-25 does not change their information content."""
     logits = np.array([[1.1e-25, 0.0]], np.float32)[:, ::order]
     setting = Setting(1.0, 0, 1.0, 0.0, "typical", 0.5)
     for number in (0.3, 0.5, 1.0):
         check(Batch(logits, [replace(setting, number=number)], np.array([[0.0, 0.4, 0.6, LAST]])))
 
 
-def test_top_p_at_an_exact_tie_keeps_the_token_that_reaches_it() -> None:
-    """Of equal tokens one half makes up p = 0.5, in the head and in the whole vocabulary."""
+def test_top_p_keeps_the_token_that_reaches_it_exactly() -> None:
+    """Half of the equal tokens reach p = 0.5, in the head and in the whole vocabulary."""
     for vocab in (40, 1000):
         logits = np.zeros((1, vocab), np.float32)
         drawn = nucleus_draw(logits, proposal_of(top_p=0.5), np.zeros((1, 4), np.float32))
         assert int(drawn.kept[0]) == vocab // 2
-    # Of 128 tokens and 256 that are half as likely, the first 128.
+    # 128 tokens, and 256 tokens that are half as likely: the first 128 are kept.
     half = np.float32(np.log(0.5))
     assert float(jax.jit(jnp.exp)(half)) == 0.5
     logits = np.full((1, 1000), -np.inf, np.float32)
@@ -233,9 +233,9 @@ def test_top_p_at_an_exact_tie_keeps_the_token_that_reaches_it() -> None:
     assert drawn.ids[0].tolist() == [300, 364, 427, 427]
 
 
-def test_what_rounding_leaves_at_the_whole_mass_is_the_last_token() -> None:
+def test_a_target_beyond_the_sum_keeps_all_weighted_tokens() -> None:
     """Two sums of the same masses may differ in their last bit, so that no prefix reaches the
-    target. Then the last token with a weight ends it."""
+    target. The prefix then ends with the last token of nonzero weight."""
     order = jnp.asarray([3, -9, 3, 7, -5, 3], jnp.float32)
 
     def weigh(order: jax.Array) -> jax.Array:
@@ -246,7 +246,7 @@ def test_what_rounding_leaves_at_the_whole_mass_is_the_last_token() -> None:
         assert (float(prefix.value), int(prefix.last)) == (3, last)
 
 
-# The numbers
+# Uniform numbers
 
 STREAMS = (STREAM_DRAW, STREAM_CANDIDATE, STREAM_ROLLOUT, STREAM_NOISE, STREAM_XTC)
 
@@ -258,14 +258,14 @@ def uniforms_of(*names: Any) -> jax.Array:
 
 
 def numbers(names: list[tuple[np.ndarray, int, int, int]], number: int = 4) -> np.ndarray:
-    """[B, number] of (key, position, attempt, stream)."""
+    """Returns uniform numbers [B, number] for each (key, position, attempt, stream)."""
     keys, *path = zip(*names, strict=True)
     columns = [jnp.asarray(column, jnp.int32) for column in path]
     return np.asarray(uniforms_of(jnp.asarray(np.stack(keys)), *columns, number))
 
 
 def threefry(key: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
-    """Threefry-2x32 with 20 rounds (Salmon et al. 2011), in Python's integers."""
+    """Computes Threefry-2x32 with 20 rounds (Salmon et al. 2011), with Python integers."""
     mask = 0xFFFFFFFF
     schedule = (*key, key[0] ^ key[1] ^ 0x1BD11BDA)
     x, y = (block[0] + key[0]) & mask, (block[1] + key[1]) & mask
@@ -278,8 +278,8 @@ def threefry(key: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
     return x, y
 
 
-def test_the_numbers_stay_what_they_are() -> None:
-    """A change of the generator would change every text that a seed stands for."""
+def test_uniform_numbers_never_change() -> None:
+    """A change of the generator would change the text of every seed."""
     assert STREAMS == (0, 1, 2, 3, 4)
     rows = {(0, "0"): (0, 0, 0), (5, "récord"): (9, 2, 1), (-1, ""): (70_000, 1, 0)}
     drawn = numbers([(row_key(*row), *path) for row, path in rows.items()], 3)
@@ -292,7 +292,7 @@ def test_the_numbers_stay_what_they_are() -> None:
             assert found[index] == (key[0] >> 8) / 2**24
 
 
-def test_each_part_of_the_name_counts() -> None:
+def test_uniform_numbers_depend_on_each_part_of_their_key() -> None:
     names = [
         (row_key(seed, row_id), position, attempt, stream)
         for seed, row_id in ((0, "0"), (1, "0"), (0, "1"))
@@ -301,18 +301,18 @@ def test_each_part_of_the_name_counts() -> None:
         for stream in STREAMS
     ]
     drawn = numbers(names)
-    # Of so many numbers with 24 bits two may be equal; two with the same index are not.
+    # Two of these 24-bit numbers may be equal by chance, but not two with the same index.
     for column in drawn.T:
         assert np.unique(column).size == len(names)
     for row in drawn:
         assert np.unique(row).size == row.size
-    # Once more, in another order, and alone.
+    # Again, in another order, and one by one.
     np.testing.assert_array_equal(numbers(names[::-1])[::-1], drawn)
     np.testing.assert_array_equal(numbers(names[29:30]), drawn[29:30])
 
 
 def test_numbers_are_uniform_along_each_part() -> None:
-    """Neighbouring positions, attempts, rows and indices are as good as independent."""
+    """Numbers of adjacent positions, attempts, rows and indices are not correlated."""
     n = 4000
     key = row_key(0, "0")
     series = {

@@ -1,4 +1,4 @@
-"""Any distribution and any attention: the metrics against float64, and the ranges they lie in."""
+"""Metrics of any distribution and any attention, against float64, and their ranges."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ floored = jax.jit(apply_noise_floor)
 
 
 @pytest.mark.parametrize("length", [0, 1, 127, 128, 129, 1000, LLAMA3])
-def test_sums(length: int) -> None:
-    """Against float64, row by row, and whatever zeros follow: to the last digit."""
+def test_sum_last(length: int) -> None:
+    """Equals float64 up to rounding. Batching and trailing zeros do not change any bit."""
     x = np.random.default_rng(length).standard_normal((2, 3, length)).astype(np.float32)
     total = jax.jit(sum_last)(jnp.asarray(x))
     wanted = x.sum(axis=-1, dtype=np.float64)
@@ -38,7 +38,7 @@ def test_sums(length: int) -> None:
 
 @st.composite
 def distributions(draw: st.DrawFn) -> np.ndarray:
-    """Logits [B, V] of one of the vocabularies."""
+    """Draws logits [B, V] of one of the vocabularies."""
     vocab = draw(st.sampled_from(sorted(VOCABULARIES)))
     return np.stack([draw(rows_of(vocab)) for _ in range(VOCABULARIES[vocab])])
 
@@ -50,7 +50,7 @@ def test_entropy_and_varentropy(logits: np.ndarray) -> None:
     most = log2(logits.shape[1])
     for row, h, u in zip(logits, entropies, varentropies, strict=True):
         p = np.exp(reference.log_softmax(row))
-        # The variance is largest where one outcome has about half, and the others share the rest.
+        # The variance is largest if one outcome has about half the mass, and the others the rest.
         scale = (most + 3) ** 2 / 4
         np.testing.assert_allclose(h, reference.entropy_bits(p), rtol=1e-5, atol=3e-6 * most)
         np.testing.assert_allclose(u, reference.varentropy_bits(p), rtol=1e-4, atol=1e-5 * scale)
@@ -61,14 +61,14 @@ def test_entropy_and_varentropy(logits: np.ndarray) -> None:
 @examples(40)
 @given(distributions(), st.sampled_from((0.0, 2.0**-7, 2.0**-23)))
 def test_the_noise_floor(logits: np.ndarray, epsilon: float) -> None:
-    """What lies under it is gone and the rest a distribution; where all does, nothing changes."""
+    """Tokens below it get -inf and the rest is renormalised, unless all tokens are below it."""
     log_probs = jax.nn.log_softmax(jnp.asarray(logits), axis=-1)
     found = floored(log_probs, jnp.full(len(logits), epsilon, jnp.float32))
     for row, was, got in zip(logits, np.asarray(log_probs), np.asarray(found), strict=True):
         expected = reference.log_softmax(row)
         floor = np.log(epsilon) - 0.5 * np.log(row.size) if epsilon else -np.inf
         kept = expected >= floor
-        near = np.isclose(expected, floor, rtol=0, atol=1e-4)  # rounding decides
+        near = np.isclose(expected, floor, rtol=0, atol=1e-4)  # within rounding of the floor
         if not epsilon or not (kept | near).any():
             np.testing.assert_array_equal(got, was)
         elif (kept & ~near).any():
@@ -93,14 +93,14 @@ scores_values = st.sampled_from((0.0, 1.0, -1.0, 1e4, -1e4, 1e-40, 30.0)) | st.f
 
 @st.composite
 def attentions(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
-    """Scaled scores [B, L, N, S] and which keys count, bool [B, S]."""
+    """Draws scaled scores [B, L, N, S] and the mask of valid keys, bool [B, S]."""
     pool = np.array(draw(st.lists(scores_values, min_size=1, max_size=8)), np.float32)
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     scores = rng.choice(pool, size=(ROWS, LAYERS, HEADS, SLOTS)).astype(np.float64)
     if draw(st.booleans()):
         scores = scores + draw(st.sampled_from((1e-3, 1.0, 5.0))) * rng.normal(size=scores.shape)
     if draw(st.booleans()):
-        scores[:, :, 1:] = scores[:, :, :1]  # heads that look at the same keys
+        scores[:, :, 1:] = scores[:, :, :1]  # heads with equal attention
     valid = rng.random((ROWS, SLOTS)) < draw(st.sampled_from((0.05, 0.5, 1.0)))
     valid[np.arange(ROWS), rng.integers(0, SLOTS, ROWS)] = True
     return scores.astype(np.float32), valid
@@ -112,10 +112,10 @@ weights_of_layers = st.tuples(weights, st.just(1.0)).flatmap(st.permutations)
 
 @examples(60)
 @given(attentions(), weights_of_layers, st.sampled_from((np.nan, np.inf, -np.inf, 1e30, 0.0)))
-def test_attention(
+def test_attention_metrics(
     attention: tuple[np.ndarray, np.ndarray], layer_weights: list[float], junk: float
 ) -> None:
-    """Whatever the keys that do not count hold, and wherever they lie."""
+    """Masked keys have no effect, whatever their values and positions."""
     scores, valid = attention
     held = np.where(valid[:, None, None], scores, np.float32(junk))
     stats = measured_stats(jnp.asarray(held), jnp.asarray(valid))
@@ -138,7 +138,7 @@ def test_attention(
 
 
 def test_interaction_of_large_scores() -> None:
-    """Scores whose sum float32 does not hold have a mean that it does."""
+    """The mean of scores is finite even if their sum overflows float32."""
     scores = np.random.default_rng(5).uniform(-3e38, 3e38, size=(2, 3, 4, 512)).astype(np.float32)
     n = np.array([300, 512])
     valid = np.arange(512) < n[:, None]
@@ -149,7 +149,7 @@ def test_interaction_of_large_scores() -> None:
         np.testing.assert_allclose(stats.interaction, expected, rtol=1e-5)
 
 
-# The largest numbers of a row, as `lax.top_k` finds them
+# The largest values of a row, compared with `lax.top_k`
 
 SPECIAL = (0.0, -0.0, 1.0, -1.0, 3e38, 1e-45, np.inf, -np.inf, np.nan, -np.nan)
 
@@ -159,7 +159,7 @@ by_jax = jax.jit(lax.top_k, static_argnames="k")
 
 @st.composite
 def rows(draw: st.DrawFn, size: int) -> np.ndarray:
-    """Two rows of few values or of many, with ties, and with what is no number."""
+    """Draws two rows of few or many distinct values, with ties, NaN and infinities."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     pool = draw(st.lists(st.sampled_from(SPECIAL) | st.floats(width=32), min_size=1, max_size=6))
     made = rng.choice(np.array(pool, np.float32), size=(2, size))
@@ -179,5 +179,5 @@ def check(values: np.ndarray, k: int) -> None:
 @pytest.mark.parametrize("size", [1025, LLAMA3])
 @examples(30)
 @given(st.data())
-def test_ties_and_what_is_no_number_are_in_order(size: int, data: st.DataObject) -> None:
+def test_top_of_pair_orders_ties_and_nan_like_jax(size: int, data: st.DataObject) -> None:
     check(data.draw(rows(size)), data.draw(st.sampled_from((1, 20, 64, 1024))))

@@ -1,4 +1,4 @@
-"""Observers: what the regimes and arms see of a distribution, against float64 NumPy."""
+"""Observers, which change the metrics of the regimes and arms, against float64 NumPy."""
 
 import dataclasses
 from collections import Counter
@@ -34,7 +34,7 @@ VOCAB = 500
 
 
 def moments(p: np.ndarray) -> tuple[float, float]:
-    """Entropy (bits) and varentropy (bits^2)."""
+    """Returns entropy (bits) and varentropy (bits^2)."""
     p = p[p > 0]
     h = -np.sum(p * np.log2(p))
     return float(h), float(np.sum(p * (np.log2(p) + h) ** 2))
@@ -53,21 +53,21 @@ def test_a_view_measures_another_distribution() -> None:
     for row, (temperature, likeliest) in enumerate(views):
         z = np.sort(logits[row].astype(np.float64) / temperature)[-likeliest:]
         p = np.exp(z - z.max())
-        # Without a view the given metrics stay, here zeros.
+        # Without a view the given metrics, here zeros, do not change.
         wanted = moments(p / p.sum()) if row else (0.0, 0.0)
         found = seen.entropy[row], seen.varentropy[row]
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def at_entropy(tables: Calibration, name: str, h: float) -> list[float]:
-    """The quantiles of a quantity at an entropy, interpolated between the knots."""
+    """Returns the quantiles of a quantity at an entropy, interpolated between the knots."""
     assert tables.at_entropy is not None
     knots = tables.at_entropy["entropy"]
     return [float(np.interp(h, knots, column)) for column in tables.at_entropy[name].T]
 
 
 def seen_varentropy(kind: str, token: TokenRecord, key: np.ndarray, tables: Calibration) -> float:
-    """The varentropy that the regimes see."""
+    """Returns the varentropy that the regimes use."""
     h = token.entropy
     if kind == "measured":
         return token.varentropy
@@ -88,8 +88,8 @@ def regime_of(h: float, u: float, sampler: CalibratedSampler) -> str:
 def answer(
     model: LanguageModel, kinds: Sequence[str], seeds: int
 ) -> list[tuple[str, np.ndarray, TokenRecord]]:
-    """Tokens of the calibration's prompts by `min-p`, where regimes change no text: each with its
-    kind of surrogate and its row's key."""
+    """Returns tokens for the calibration prompts by `min-p`, whose text does not depend on regimes,
+    each with its kind of surrogate and its row's key."""
     requests = [
         Request(
             tuple(encode_prompt(model, item.prompt, chat=not isinstance(item.prompt, str))),
@@ -115,8 +115,8 @@ def answer(
     ]
 
 
-def test_a_surrogate_decides_the_regime(tiny: LanguageModel) -> None:
-    """The trace has the measured varentropy, and the regime of the surrogate."""
+def test_a_surrogate_determines_the_regime(tiny: LanguageModel) -> None:
+    """The trace contains the measured varentropy, and the regime of the surrogate."""
     sampler = calibrate_sampler(load_sampler("min-p"), tiny)
     tokens = answer(tiny, surrogate.KINDS, 1)
     others, changed = 0, Counter[str]()
@@ -131,8 +131,8 @@ def test_a_surrogate_decides_the_regime(tiny: LanguageModel) -> None:
 
 
 def information(u: np.ndarray, regimes: np.ndarray, bins: list[np.ndarray]) -> float:
-    """The mutual information of the regime and of whether u is above its median, within each bin,
-    in bits: the mean over tokens."""
+    """Returns the mutual information of the regime and of whether u is above its median, within
+    each bin, in bits, averaged over tokens."""
     total = 0.0
     for bin_ in bins:
         joint = np.zeros((2, len(REGIMES)))
@@ -146,8 +146,8 @@ def information(u: np.ndarray, regimes: np.ndarray, bins: list[np.ndarray]) -> f
 
 @pytest.mark.slow
 def test_a_permuted_varentropy_has_no_information(tiny: LanguageModel) -> None:
-    """On 20,000 tokens the regimes keep their shares within 1 %, and are independent of the
-    varentropy at equal entropy, as in a permutation. Those of the measured one are not."""
+    """On 20,000 tokens the shares of regimes stay within 1 %. At equal entropy the regimes are as
+    independent of the varentropy as in a permutation, unlike the measured ones."""
     sampler = calibrate_sampler(load_sampler("min-p"), tiny)
     tokens = answer(tiny, ["measured"], 26)
     assert len(tokens) >= 20_000
@@ -182,7 +182,7 @@ def test_a_permuted_varentropy_has_no_information(tiny: LanguageModel) -> None:
 
 
 def test_tables_at_an_entropy() -> None:
-    """Where u / (1 + h) is uniform at each entropy h, its quantiles are the levels."""
+    """If u / (1 + h) is uniform at each entropy h, its quantiles equal the levels."""
     rng = np.random.default_rng(0)
     h, rank = rng.uniform(0, 10, 50_000), rng.uniform(size=50_000)
     values = {"entropy": h, "varentropy": rank * (1 + h), "max_prob": np.exp2(-h)}
@@ -193,7 +193,7 @@ def test_tables_at_an_entropy() -> None:
     knots = tables.at_entropy["entropy"]
     np.testing.assert_allclose(knots, np.linspace(0, 10, KNOTS), atol=0.1)
     near = tables.at_entropy["varentropy"] / (1 + knots)[:, None]
-    assert np.abs(near - LEVELS).max() < 0.1  # of about 1,000 tokens each
+    assert np.abs(near - LEVELS).max() < 0.1  # from about 1,000 tokens each
     assert np.abs(near - LEVELS).mean() < 0.015
     np.testing.assert_allclose(tables.at_entropy["max_prob"][:, 10], np.exp2(-knots), rtol=0.1)
 
@@ -210,8 +210,8 @@ def test_a_surrogate_needs_tables(tiny: LanguageModel) -> None:
         sampler.with_values({"surrogate.varentropy": "shuffled"})
 
 
-def test_an_observer_of_ones_own(tiny: LanguageModel) -> None:
-    """It takes ten lines. One that returns something else is an error of one line."""
+def test_a_custom_observer(tiny: LanguageModel) -> None:
+    """A return value of another type is a one-line error."""
 
     def shift(ctx: Context) -> Metrics:
         return dataclasses.replace(ctx.metrics, entropy=ctx.metrics.entropy + 100.0)

@@ -107,7 +107,7 @@ def test_a_verdict_without_tokens_commits_the_drawn_one(tiny: LanguageModel, ver
 
 
 def test_mirostat_2_steers_to_its_target(tiny: LanguageModel) -> None:
-    """What the rule keeps and what it learns, against the algorithm in plain Python."""
+    """Compares the kept tokens and the learned state with the algorithm in plain Python."""
     sampler = load_sampler("temperature").with_mechanism(MIROSTAT_2)
     sampler = sampler.with_values(
         {"truncation.rule": "mirostat_2", "mirostat_2.target": 1.0, "base.temperature": 1.0}
@@ -174,8 +174,8 @@ def test_names_that_are_taken() -> None:
 
 
 def test_mistakes_of_a_users_function_are_one_line(tiny: LanguageModel) -> None:
-    """One that fails, or returns something else than it should, is told of by its name, and where
-    it failed."""
+    """The error names the function and the place for exceptions and for results of a wrong
+    type."""
 
     def kept(logits: jax.Array, *_: Any) -> jax.Array:
         return logits > 0  # a mask
@@ -203,7 +203,7 @@ def test_mistakes_of_a_users_function_are_one_line(tiny: LanguageModel) -> None:
     for message, sampler in wrong.items():
         with pytest.raises(UserError, match=re.escape(message)):
             run_once(tiny, sampler)
-    # A branch on a traced value: its own line is told, and only the first line of JAX's reasons.
+    # A branch on a traced value gives its own line, and only the first line of JAX's message.
     with pytest.raises(UserError) as told:
         run_once(tiny, plain.with_logits("branches", branches))
     assert str(told.value).startswith("mechanism 'branches': `logits`: TracerBoolConversionError: ")
@@ -276,7 +276,7 @@ def test_a_text_after_so_many_lost_tokens(rows: list[list[Any]]) -> None:
 
 
 def test_a_mechanism_may_end_its_row(rows: list[list[Any]]) -> None:
-    """With the token of the step that acts; the rows beside it go on."""
+    """It ends with the token of the step that acts. The other rows continue."""
     (step,) = rows[3]
     give_up = [mechanism.name for mechanism in SAMPLER.mechanisms].index("give_up")
     assert (step.action, step.position, step.status) == ("give_up", 3, ENDED_BY + give_up)

@@ -1,4 +1,4 @@
-"""Sampler files: what loads, and what is refused with which words; a model's quantile tables."""
+"""Sampler files, their error messages, and a model's quantile tables."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def refused(path: str) -> str:
     return str(caught.value)
 
 
-# The files that come with the package
+# Shipped files
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -60,7 +60,7 @@ def test_presets_load(name: str) -> None:
     assert sampler.name == name
     assert sampler.description
     params = params_of(name)
-    assert params.layer_weights.tolist() == [1.0, 1.0]  # every preset: all layers
+    assert params.layer_weights.tolist() == [1.0, 1.0]  # every preset uses all layers
     kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(params)}
     assert kinds <= {"bool", "int32", "uint8", "float32"}
 
@@ -83,13 +83,13 @@ OVERLAPPING = {
     "lehv": ["entropy < h2", "varentropy > u2"],
     "hehv": ["entropy > h2", "varentropy > u2"],
 }
-# Where the documents draw, `entropix` branches and takes back.
+# Where the documents sample, `entropix` branches and retracts.
 DRAWING = ["argmax", "inject", "explore", "resample", "adaptive"]
 BRANCHING = ["argmax", "inject", "branch", "backspace"]
 WRITTEN = ["30%", "70%", "60%", "60%"]
 
 
-# The numbers that documents 000 and 001 print besides T0, and those of the code that they quote.
+# Values that documents 000 and 001 print, except T0, and those of the code that they quote.
 PRINTED_NUMBERS = {
     "explore": [1.2, 0.3, 1.5, 0.5, 5],
     "resample": [2.0, 0.5, 2.0, 0.2, 0.5],
@@ -132,7 +132,7 @@ def test_the_old_name_of_the_default() -> None:
     assert "quadrants" not in preset_names()
 
 
-# What is refused
+# Errors
 
 PROBLEMS: list[tuple[str, Any, str]] = [
     ("base.temprature", 1.0, r"did you mean 'base\.temperature'"),
@@ -172,10 +172,10 @@ def test_wrong_values(key: str, value: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize("key", scalars())
-def test_a_range_is_what_it_is(key: str) -> None:
-    """Both ends are allowed, and nothing past them is; a whole number stays one."""
+def test_range_ends_are_inclusive(key: str) -> None:
+    """Both ends are valid, and values beyond them are not. Integer keys reject fractions."""
     low, high, kind = (scalars()[key][name] for name in ("low", "high", "type"))
-    # The guard looks 256 tokens back: so many repeats are of single tokens.
+    # The guard looks 256 tokens back, so that 256 repeats need a period of 1.
     beside = {"loop.repeats": {"loop.max_period": 1}, "loop.max_period": {"loop.repeats": 8}}
     sampler = QUADRANTS.with_values(beside.get(key, {}))
     for end in (low, high):
@@ -193,7 +193,7 @@ def test_a_range_is_what_it_is(key: str) -> None:
             sampler.with_values({key: low + 0.5})
 
 
-def test_the_model_decides_about_layers_and_thoughts() -> None:
+def test_layers_and_thoughts_are_checked_against_the_model() -> None:
     with pytest.raises(UserError, match="has 3 weights, the model has 2 layers"):
         params_of(LITERAL, {"metrics.layers": [1, 1, 1]})
     longest = params_of(LITERAL, {"inject.thought": "x" * 64}).own["inject"].thought
@@ -203,7 +203,7 @@ def test_the_model_decides_about_layers_and_thoughts() -> None:
             params_of(LITERAL, {"inject.thought": thought})
 
 
-NEWER: dict[str, Any] = {  # keys that older files do not have, and their values there
+NEWER: dict[str, Any] = {  # keys that may be missing in older files, and their defaults
     "draw.bias": [],
     "thresholds.dynamic": False,
     "thresholds.rate": 0.02,
@@ -231,7 +231,7 @@ def test_missing_keys(tmp_path: Path) -> None:
     sampler = load_sampler(write(tmp_path, older))
     assert sampler.values == {**ENTROPIX.values, **NEWER}
     assert sampler.with_values({"draw.bias": [[3, 1]]}).values["draw.bias"] == [[3, 1]]
-    # A threshold is only needed where a condition names it.
+    # A threshold is required only if a condition uses it.
     without = text.replace('h2 = "70%"\n', "")
     assert "thresholds.h2 is not given" in refused(write(tmp_path, without))
     sampler = load_sampler(write(tmp_path, without.replace("h2", "2.75")))
@@ -293,7 +293,7 @@ def test_cycles(tmp_path: Path, second: str) -> None:
     path = write(tmp_path, 'extends = "b.toml"', "a.toml")
     write(tmp_path, f'extends = "{second.format(folder=tmp_path.name)}"', "b.toml")
     assert refused(path).endswith("extends itself")
-    # A file may bear the name of a preset.
+    # A file may have the name of a preset.
     path = write(tmp_path, EXTENDS + "[base]\ntop_k = 4", "entropix.toml")
     assert load_sampler(path).values["base.top_k"] == 4
 
@@ -322,8 +322,8 @@ def test_values_survive_a_file_and_a_command_line(tmp_path: Path, name: str) -> 
         ("[" * 5000, "[" * 5000),
     ],
 )
-def test_settings(text: str, value: Any) -> None:
-    """What is no value of TOML is text."""
+def test_parse_setting(text: str, value: Any) -> None:
+    """Values that are not valid TOML are read as text."""
     assert repr(parse_setting(f"sampler.base.x={text}")) == repr(("base.x", value))
 
 
@@ -334,7 +334,7 @@ OTHER = calibration_of({0: 0, 30: 0.1, 70: 1.0, 100: 5}, {0: 0, 50: 4, 100: 8}) 
 
 
 def test_percentiles_become_numbers() -> None:
-    """For each model its own; what was written stays known."""
+    """Each model gets its own values. `written` keeps the percentiles."""
     for calibration, h1, h2, u in ((CALIBRATION, 0.3, 2.5, 2.5), (OTHER, 0.1, 1.0, 4.8)):
         sampler = ENTROPIX.resolve(calibration, "tables.json")
         thresholds = {"thresholds.h1": h1, "thresholds.h2": h2, "thresholds.u1": u}
@@ -356,8 +356,8 @@ def test_percentiles_become_numbers() -> None:
         ENTROPIX.settings(**HOST)
 
 
-def test_a_change_of_the_user_stands_beside_percentiles() -> None:
-    """Whether it came before or after the model's tables; a threshold may also be fixed."""
+def test_changes_combine_with_percentiles() -> None:
+    """The change may come before or after the model's tables, and may be a fixed threshold."""
     for value, number in (("40%", 0.85), (1.5, 1.5), ("30.5%", 0.3275), ("100%", 10.0), ("0%", 0)):
         change = {"thresholds.h2": value, "thresholds.h1": 0}
         before = ENTROPIX.with_values(change).resolve(CALIBRATION)
@@ -369,7 +369,7 @@ def test_a_change_of_the_user_stands_beside_percentiles() -> None:
     assert before.resolve(OTHER).values["thresholds.u2"] == 4.8
 
 
-# Bounds that only the model's tables show to be wrong.
+# Bounds that are invalid only with the model's tables.
 CROSSING: list[tuple[dict[str, Any], str]] = [
     ({"thresholds.h1": 2.6}, "thresholds.h1 = 2.6 is above thresholds.h2 = 2.5"),
     (
@@ -385,7 +385,7 @@ CROSSING: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "words"), CROSSING)
 def test_percentiles_that_cross(changes: dict[str, Any], words: str) -> None:
-    """The message says which tables made it so; it is the same once they are known."""
+    """The message names the tables. A later change gives the same message."""
     sampler = ENTROPIX.with_values(changes)
     with pytest.raises(UserError, match=re.escape(words)) as caught:
         sampler.resolve(CALIBRATION, "of/calibration.json")
@@ -394,8 +394,8 @@ def test_percentiles_that_cross(changes: dict[str, Any], words: str) -> None:
         ENTROPIX.resolve(CALIBRATION).with_values(changes)
 
 
-def test_what_follows_a_models_tables() -> None:
-    """Only there a model without tables is worth a note: not where one arm serves all regimes."""
+def test_follows_tables() -> None:
+    """Only these samplers need a note if the model has no tables. Samplers with one arm do not."""
     follows = {name for name in preset_names() if load_sampler(name).follows_tables}
     assert follows == {"entropix", "document-002", "document-004"}
     numbers = {"thresholds.h1": 1, "thresholds.h2": 2, "thresholds.u1": 1, "thresholds.u2": 2}
@@ -415,7 +415,7 @@ def test_what_follows_a_models_tables() -> None:
 
 
 def test_the_documented_defaults() -> None:
-    """Every key of the default is in docs/settings.md, with its value."""
+    """docs/settings.md contains every key of the default, with its value."""
     found: dict[str, Any] = {}
     section = ""
     for line in (
@@ -432,7 +432,7 @@ def test_the_documented_defaults() -> None:
     assert found == dict(load_sampler("entropix").values)
 
 
-# Quantile tables: percentiles, ranks, their file, and the tables that the package ships
+# Quantile tables: percentiles, ranks, their file, and the shipped tables
 
 MODEL = {"layers": 4, "width": 192, "heads": 6}
 RENEW = "entropix-jax calibrate --model some/model"
@@ -453,8 +453,8 @@ def content() -> dict[str, Any]:
     return own
 
 
-def test_the_file_holds_the_tables(tmp_path: Path) -> None:
-    """NumPy's percentiles, and lines between them; a rank is the inverse of a value."""
+def test_a_calibration_file_contains_the_tables(tmp_path: Path) -> None:
+    """Values are NumPy's percentiles, interpolated linearly. `rank` is the inverse of `value`."""
     own, values = calibration(), measured()
     for name in TABLES:
         for percent in (0, 1, 12.5, 30, 59.9, 99.5, 100):
@@ -534,13 +534,13 @@ def test_tables_of_another_model_are_refused() -> None:
     ],
 )
 def test_anchors_of_the_generic_table(quantity: str, percent: float, threshold: str) -> None:
-    """The public implementation's thresholds, in bits."""
+    """The anchors equal the public implementation's thresholds, in bits."""
     own = generic_calibration()
     assert own.generic
     assert f"{own.value(quantity, percent):.2f}" == threshold
 
 
-def test_the_generic_table_is_that_of_its_script() -> None:
+def test_the_generic_table_equals_the_output_of_its_script() -> None:
     weights = script.WEIGHTS
     base = read_calibration(weights / "smollm2" / "calibration.json")
     own = generic_calibration()

@@ -1,4 +1,4 @@
-"""Any four boxes and any point, and any history: the regime and the loop guard against oracles."""
+"""The regime for any boxes and points, and the loop guard for any history, against oracles."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ rounds_each = jax.jit(jax.vmap(count_rounds, in_axes=(0, 0, 0, None)))
 
 
 def bound_of(sampler: Sampler, condition: str) -> np.float32:
-    """The number of a bound as written: a threshold, a percentile of `CALIBRATION`, or itself."""
+    """Returns the value of a bound: a threshold, a percentile of `CALIBRATION`, or a number."""
     quantity, _, bound = condition.split()
     if bound in THRESHOLDS:
         quantity = "entropy" if bound in ("h1", "h2") else "varentropy"
@@ -57,8 +57,8 @@ def bound_of(sampler: Sampler, condition: str) -> np.float32:
 
 
 def regime_by_hand(sampler: Sampler, point: Mapping[str, float]) -> str:
-    """The first box all of whose written conditions hold, in float32. Boxes are open, at infinity
-    too: what is not a finite number is in none."""
+    """Returns the first box whose conditions all hold, in float32. Boxes are open, also at
+    infinity, so that a point with a non-finite metric is in no box."""
 
     def holds(condition: str) -> bool:
         quantity, sign, _ = condition.split()
@@ -72,7 +72,7 @@ def regime_by_hand(sampler: Sampler, point: Mapping[str, float]) -> str:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[list[Sampler], list[dict[str, float]]]:
-    """Rows with a sampler and a point each; the points are often at a bound, or next to it."""
+    """Draws rows with a sampler and a point each. Points are often at a bound, or next to it."""
     chosen = [draw(samplers()) for _ in range(2)] * (ROWS // 2)
     points = []
     for sampler in chosen:
@@ -86,10 +86,10 @@ def cases(draw: st.DrawFn) -> tuple[list[Sampler], list[dict[str, float]]]:
 
 @examples(100)
 @given(cases())
-def test_the_first_box_that_holds_the_point(
+def test_the_regime_is_the_first_box_with_the_point(
     case: tuple[list[Sampler], list[dict[str, float]]],
 ) -> None:
-    """Each row of a batch by its own bounds."""
+    """Each row of the batch has its own bounds."""
     chosen, points = case
     params = batch_of(*map(settings_of, chosen))
     spread = jnp.asarray([point["sequence_varentropy"] for point in points], jnp.float32)
@@ -111,8 +111,8 @@ FORMS: Mapping[str, Callable[[np.random.Generator, int], np.ndarray]] = {
 
 @jax.jit
 def follow_each(values: jax.Array, settings: SamplerSettings) -> jax.Array:
-    """The drift before each token of streams, float32 [n, STREAMS, 4], from values [n, 2, STREAMS]
-    of entropy and varentropy."""
+    """Returns the drift before each token of streams, float32 [n, STREAMS, 4], from values
+    [n, 2, STREAMS] of entropy and varentropy."""
 
     def step(drift: jax.Array, now: jax.Array) -> tuple[jax.Array, jax.Array]:
         blank = jnp.zeros(STREAMS, jnp.float32)
@@ -124,14 +124,14 @@ def follow_each(values: jax.Array, settings: SamplerSettings) -> jax.Array:
 
 
 def following(number: int, **changes: Any) -> SamplerSettings:
-    """LITERAL's thresholds, which follow."""
+    """Returns settings of LITERAL with dynamic thresholds."""
     values = {"thresholds.dynamic": True, "thresholds.rate": 0.02}
     values |= {f"thresholds.{name}": value for name, value in changes.items()}
     return batch_of(*[params_of(LITERAL, values)] * number)
 
 
 def thresholds_by_hand(values: np.ndarray, quantiles: Sequence[float], rate: float) -> np.ndarray:
-    """One stream's thresholds before each token, float64 [n, 4], from values [n, 2]."""
+    """Returns a stream's thresholds before each token, float64 [n, 4], from values [n, 2]."""
     drift, found = np.zeros(4), []
     for h, u in values.astype(np.float64):
         found.append(LITERAL_THRESHOLDS * np.exp(drift))
@@ -142,7 +142,7 @@ def thresholds_by_hand(values: np.ndarray, quantiles: Sequence[float], rate: flo
 
 @pytest.mark.parametrize("form", FORMS)
 def test_thresholds_follow_the_rows_quantiles(form: str) -> None:
-    """As in float64; each comes to the quantile of the row's own tokens."""
+    """Thresholds equal float64, and each converges to the quantile of the row's own tokens."""
     values = FORMS[form](np.random.default_rng(3), 4000).astype(np.float32)
     drifts = np.asarray(follow_each(values, following(STREAMS)), np.float64)
     thresholds = LITERAL_THRESHOLDS * np.exp(drifts)
@@ -157,8 +157,8 @@ def test_thresholds_follow_the_rows_quantiles(form: str) -> None:
             assert final == pytest.approx(np.quantile(late, quantile), rel=0.1)
 
 
-def test_thresholds_that_do_not_follow() -> None:
-    """Switched off, at a rate of 0, or where the model has no tables and they are numbers."""
+def test_thresholds_that_stay_fixed() -> None:
+    """Thresholds stay fixed if `dynamic` is false, the rate is 0, or the model has no tables."""
     values = FORMS["lognormal"](np.random.default_rng(4), 50).astype(np.float32)
     fixed = load_sampler(LITERAL).with_values({"thresholds.dynamic": True}).settings(**HOST)
     for settings in (
@@ -170,7 +170,7 @@ def test_thresholds_that_do_not_follow() -> None:
     assert np.all(np.asarray(follow_each(values, following(STREAMS)))[1:])
 
 
-def test_thresholds_stop_at_a_factor_of_148() -> None:
+def test_thresholds_change_at_most_by_a_factor_of_148() -> None:
     values = np.full((3000, 2, STREAMS), 1e9, np.float32)
     values[:, :, 1] = 0
     drifts = np.asarray(follow_each(values, following(STREAMS)))
@@ -182,7 +182,7 @@ def test_thresholds_stop_at_a_factor_of_148() -> None:
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[list[int], int]:
-    """Tokens, and how many of the last of them were generated; they often end in copies."""
+    """Draws tokens, often with repeated ends, and how many of the last ones were generated."""
     few = st.integers(0, draw(st.sampled_from((1, 2, 300))))
     start = draw(st.lists(few, min_size=1, max_size=20))
     stretch = draw(st.lists(few, min_size=1, max_size=MAX_PERIOD + 2))
@@ -205,7 +205,7 @@ limits = st.integers(0, MAX_PERIOD).flatmap(
 def rounds_of(
     rows: Sequence[tuple[list[int], int]], limit: tuple[int, int, float], junk: int = 7
 ) -> list[int]:
-    """How often each of (tokens, how many of them were generated) repeats itself. Junk follows."""
+    """Returns the rounds of each (tokens, number of generated ones). Junk follows the tokens."""
     history = np.full((len(rows), SLOTS), junk, np.int32)
     for row, (tokens, _) in zip(history, rows, strict=True):
         row[: len(tokens)] = tokens
@@ -219,7 +219,7 @@ def rounds_of(
 def rounds_by_hand(
     generated: Sequence[int], max_period: int, repeats: int, similarity: float = 1.0
 ) -> int:
-    """From the longest tail of which so large a share equals the token a period before."""
+    """Counts rounds of the longest tail with at least `similarity` equal to one period before."""
     tokens, rounds, share = [*generated], 0, np.float32(similarity)
     for period in range(1, max_period + 1 if repeats >= 2 else 0):
         same = [tokens[i] == tokens[i - period] for i in range(len(tokens) - 1, period - 1, -1)]
@@ -239,8 +239,8 @@ def test_the_loop_guard(
     assert rounds_of(rows, limit, junk) == expected
 
 
-def test_rows_that_loop_leave_the_loop() -> None:
-    """Under the guard's defaults; without it the likeliest token leads around to the end."""
+def test_the_loop_guard_ends_loops() -> None:
+    """With the guard's defaults, loops end. Without the guard, argmax loops until the end."""
     kinds = np.resize(["helv", "hehv", "lelv", "mid"], TYPES).tolist()
     likeliest = {f"arms.{regime}": "argmax" for regime in ("helv", "hehv", "mid")}
 

@@ -1,4 +1,4 @@
-"""What a user may change without compiling anything: all that is traced."""
+"""Changes of traced values do not compile another program."""
 
 from dataclasses import replace
 from typing import Any
@@ -30,7 +30,7 @@ BASE = Job([5, 6, 7], params_of(LITERAL), budget=12)
 
 
 def programs(*functions: Any) -> list[int]:
-    """How many programs there are for the step, and for the prompt; or for other functions."""
+    """Returns the number of compiled programs of functions, by default `decode` and `prefill`."""
     return [function._cache_size() for function in functions or (decode, prefill)]
 
 
@@ -42,8 +42,8 @@ def compiled() -> list[int]:
     return programs()
 
 
-def test_nothing_is_compiled_for_another_row(compiled: list[int]) -> None:
-    """Nor for another preset, other chunks and end tokens. What is static does compile."""
+def test_other_rows_need_no_other_program(compiled: list[int]) -> None:
+    """Other presets, chunks and end tokens share the program. A static value compiles another."""
     deep = {"branch.depth": 32, "branch.noise": 1.0}
     ends = {"confidence.threshold": 5.0, "confidence.window": 3, "confidence.likeliest": 7}
     follows = {"thresholds.dynamic": True, "thresholds.rate": 0.1, "thresholds.h1": "5%"}
@@ -66,7 +66,7 @@ QUADRANTS = load_sampler(LITERAL).values
 
 TEXTS = ("think_end.text", "budget_forcing.end", "budget_forcing.wait")
 
-# Every key of a sampler with another value than the default's.
+# Other values than the default's for every key of a sampler.
 OTHER: dict[str, list[Any]] = {
     **{key: [other_value(key, QUADRANTS[key])] for key in scalars()},
     **{f"arms.{served}": [*ARMS] for served in SERVED},
@@ -106,8 +106,8 @@ def kinds_of(tree: Any) -> Any:
     return jax.tree.map(lambda x: (jnp.shape(x), jnp.asarray(x).dtype), tree)
 
 
-def test_no_setting_has_a_shape_or_type_of_its_own() -> None:
-    """Every key that a sampler has: so none of them needs another program."""
+def test_settings_do_not_change_shapes_or_types() -> None:
+    """No value of any key of a sampler thus needs another program."""
     assert set(OTHER) == set(QUADRANTS)
     for key, values in OTHER.items():
         for value in values:
@@ -115,8 +115,8 @@ def test_no_setting_has_a_shape_or_type_of_its_own() -> None:
             assert kinds_of(sampler) == kinds_of(BASE.sampler), (key, value)
 
 
-def test_nothing_is_compiled_for_an_answer() -> None:
-    """Whichever row waits, whatever it is told."""
+def test_answers_share_one_program() -> None:
+    """The program does not depend on the row, the length or the action of an answer."""
     state = start(*MODEL, [BASE, replace(BASE, row_id="1")], 64)
     seen: set[int] = set()
     inject, branch = ARMS.index("inject"), ARMS.index("branch")

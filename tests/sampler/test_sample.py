@@ -1,4 +1,4 @@
-"""Single steps of the sampler: what acts, and where thoughts are written."""
+"""Single steps of the sampler: actions, and the places of thoughts."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from tests.support.steps import BOUNDS, VOCAB, choose_jit, logits_for, rows_of
 TEXT = (1, 2, 3, 4)
 
 
-def choose(
+def run_step(
     logits: np.ndarray, params: SamplerSettings, rows: RowView, state: SamplerState | None = None
 ) -> tuple[Choice, Step, SamplerState]:
-    """One step of rows that share their settings."""
+    """Runs one step of rows that share their settings."""
     batch = logits.shape[0]
     state = state or fresh_state(batch)
     sampler = batch_of(*[params] * batch)
@@ -54,30 +54,30 @@ def actions_of(choice: Choice) -> list[str]:
     return [ACTIONS[i] for i in choice.proposal.action]
 
 
-def test_a_row_that_loops_is_served_by_an_arm_of_its_own() -> None:
-    """Hotter with each further copy; its regime stays the measured one."""
+def test_a_row_that_loops_uses_the_loop_arm() -> None:
+    """The temperature rises with each copy. The regime stays the measured one."""
     texts = [(1, 2, 3, 7, 7, 7), (1, 2, 7, 7, 7, 7), (1, 7, 7, 7, 7, 7), (1, 2) * 3]
     logits = np.tile(logits_for("lelv"), (4, 1))
     loop = {"arms.loop": "sample", "loop.heating": 0.5, "loop.similarity": 1.0}
     params = params_of(LITERAL, {**BOUNDS, **loop})
-    choice, _, _ = choose(logits, params, rows_of(*texts, generated=6))
+    choice, _, _ = run_step(logits, params, rows_of(*texts, generated=6))
     assert choice.observation.rounds.tolist() == [0, 1, 2, 0]
     assert {REGIMES[i] for i in choice.observation.regime} == {"lelv"}
     assert actions_of(choice) == ["argmax", "sample", "sample", "argmax"]
     heats = np.array([0, 1, 1.5, 0])
     np.testing.assert_allclose(choice.proposal.temperature, 0.666 * heats, rtol=1e-6)
-    # At most `hottest`, which binds nobody else.
+    # The temperature is at most `hottest`, only for rows that loop.
     params = params_of(LITERAL, {**BOUNDS, **loop, "loop.hottest": 0.75, "arms.lelv": "resample"})
-    choice, _, _ = choose(logits, params, rows_of(*texts, generated=6))
+    choice, _, _ = run_step(logits, params, rows_of(*texts, generated=6))
     np.testing.assert_allclose(choice.proposal.temperature, [2.0, 0.666, 0.75, 2.0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_rows_with_impossible_logits_are_marked(bad: float) -> None:
+def test_rows_with_non_finite_logits_are_marked(bad: float) -> None:
     logits, rows = np.tile(logits_for("mid"), (4, 1)), rows_of(*[TEXT] * 4)
-    clean, _, _ = choose(logits, params_of(LITERAL), rows)
+    clean, _, _ = run_step(logits, params_of(LITERAL), rows)
     logits[1, 77] = bad
-    choice, _, _ = choose(logits, params_of(LITERAL), rows)
+    choice, _, _ = run_step(logits, params_of(LITERAL), rows)
     assert choice.finite.tolist() == [True, False, True, True]
     others = np.array([0, 2, 3])
     np.testing.assert_array_equal(choice.token[others], clean.token[others])
@@ -86,8 +86,8 @@ def test_rows_with_impossible_logits_are_marked(bad: float) -> None:
 
 
 @pytest.mark.parametrize("action", ["inject", "branch", "backspace"])
-def test_an_arm_of_ones_own_is_held_to_what_its_row_may_do(action: str) -> None:
-    """Where a row may not, it just draws: no arm can make a run that never ends."""
+def test_a_custom_arm_cannot_exceed_budgets(action: str) -> None:
+    """A row with a spent budget just samples, so that no arm can cause an endless run."""
 
     def eager(ctx: Context) -> Proposal:
         return draw(action, ctx)
@@ -111,9 +111,9 @@ def test_an_arm_of_ones_own_is_held_to_what_its_row_may_do(action: str) -> None:
     assert after.trail.rewindable.tolist() == [0, 2]
 
 
-def test_a_control_of_ones_own_is_held_to_what_its_row_may_do() -> None:
-    """It goes back within reach and while attempts are left, and waits for a host that is asked:
-    else the row commits, so that no control can make a run that never ends."""
+def test_a_custom_control_cannot_exceed_limits() -> None:
+    """A control retracts only within reach and while attempts are left, and waits only for a host
+    with a hook. Otherwise the row commits, so that no control can cause an endless run."""
 
     def eager(ctx: Context, token: jax.Array) -> Verdict:
         verdicts = rewind(jnp.int32(0)), rewind(jnp.int32(2)), wait()
@@ -134,19 +134,19 @@ def test_a_control_of_ones_own_is_held_to_what_its_row_may_do() -> None:
     parts = Parts(sampler.mechanisms, frozenset({"argmax", "eager"}))
     _, step, after = choose_jit(logits, attn_stats(batch), settings, state, rows, parts=parts)
     assert step.rewinds.tolist() == [False, True, False, False, False]
-    # The position eight back has given its place in the trail to the rejected token's.
+    # The rejected token replaces the position eight tokens back in the trail.
     assert after.trail.rewindable[1] == MAX_REACH - 1
     assert step.waits.tolist() == [False] * 4 + [True]
 
 
 def test_sequence_varentropy_of_small_differences() -> None:
-    """A long row of nearly equal entropies: sums of squares would have lost it all."""
+    """The entropies of a long row are nearly equal. Sums of squares would cancel completely."""
     state, rng = fresh_state(1), np.random.default_rng(0)
     entropies = []
     for i in range(60):
         logits = np.zeros((1, VOCAB), np.float32)
         logits[0, 0] = 0.02 * rng.random()
-        choice, _, state = choose(logits, params_of("greedy"), rows_of(TEXT, generated=i), state)
+        choice, _, state = run_step(logits, params_of("greedy"), rows_of(TEXT, generated=i), state)
         entropies.append(float(choice.observation.metrics.entropy[0]))
     assert np.var(entropies) < 1e-5
     assert float(choice.observation.sequence_varentropy[0]) == pytest.approx(
@@ -157,9 +157,9 @@ def test_sequence_varentropy_of_small_differences() -> None:
 # Thoughts
 
 
-def test_a_row_that_has_just_asked_does_not_ask_again() -> None:
-    """Documents 000 and 001. Whoever wrote the question: the row's last tokens count, no others,
-    and no other row's. What lies before its first token is none; junk lies past its last."""
+def test_a_thought_is_not_repeated_at_once() -> None:
+    """As in documents 000 and 001, no thought follows if the row's own last tokens equal a thought,
+    written by the model or not. Positions before the first and past the last token do not count."""
     junk = chr(VOCAB - 1)
     for thoughts, rows in (
         (["abc"], {b"12abc": False, b"abc": False, b"abc3": True, b"abcab": True, b"bc": True}),
@@ -171,13 +171,13 @@ def test_a_row_that_has_just_asked_does_not_ask_again() -> None:
     ):
         params = params_of(LITERAL, {**BOUNDS, "inject.thought": thoughts})
         logits = np.tile(logits_for("helv"), (len(rows), 1))
-        _, step, _ = choose(logits, params, rows_of(*rows))
+        _, step, _ = run_step(logits, params, rows_of(*rows))
         assert (step.tally_before.states["inject"].begun > 0).tolist() == [*rows.values()], thoughts
 
 
 # Thoughts at the ends of sentences
 
-# Every token is HELV, and nothing else acts.
+# Every token is HELV, and no other mechanism is active.
 ALWAYS: dict[str, Any] = {
     "start.tokens": 0,
     "regimes.lelv": ["entropy < -1"],
@@ -190,7 +190,7 @@ ALWAYS: dict[str, Any] = {
 END = ord("~")  # tokens are bytes
 
 
-def case(
+def thought_case(
     text: str = "It is late.",
     drawn: str = " ",
     *,
@@ -202,52 +202,52 @@ def case(
     eos: int = END,
     **changes: Any,
 ) -> dict[str, Any]:
-    """A row and the token that would be drawn."""
+    """Returns a row and the token that would be sampled without a thought."""
     own = {key.replace("__", "."): value for key, value in changes.items()}
     return {**locals(), "own": own}
 
 
-# What is written where, of `entropix`.
+# Cases with `entropix`, and whether a thought is written.
 CASES: list[tuple[dict[str, Any], bool]] = [
-    (case(), True),
-    (case(drawn="x"), False),
-    (case("It is late"), False),
-    (case("It is late\n", "x"), True),
-    (case("It is e.g."), False),
-    # An end token stays.
-    (case(drawn="~"), False),
-    # Not at once, not too often, and only as a whole.
-    (case(generated=4), False),
-    (case(generated=0, inject__earliest=0), True),
-    (case(begun=2), False),
-    (case(begun=7, inject__per_row=8), True),
-    (case(cooldown=1), False),
-    (case(remaining=4), False),
-    (case(inject__thought=""), False),
-    (case(inject__thought=["", " Hm"], remaining=3), True),
-    # Where the host asks for the text, what is configured need not fit.
-    (case(asks=True, remaining=1), True),
-    (case(asks=True, inject__thought=""), True),
-    (case(asks=True, generated=4), False),
-    (case(asks=True, cooldown=1), False),
-    (case(asks=True, begun=2), False),
-    # No token that is never drawn.
-    (case(draw__bans=[1, ord("i")]), False),
-    (case(draw__bias=[[ord("t"), -100]]), False),
-    (case(draw__bias=[[ord("t"), -99.5]]), True),
-    (case(draw__bans=[ord("i")], inject__thought=[" Hi", " Wo"], begun=1), True),
-    (case(draw__bans=[ord("i")], inject__thought=[" Hi", " Wo"]), False),
-    (case(draw__bans=[ord("i")], asks=True), True),
-    # Anywhere, as in the documents.
-    (case("It is", "x", inject__after=""), True),
+    (thought_case(), True),
+    (thought_case(drawn="x"), False),
+    (thought_case("It is late"), False),
+    (thought_case("It is late\n", "x"), True),
+    (thought_case("It is e.g."), False),
+    # An end token is never replaced.
+    (thought_case(drawn="~"), False),
+    # Limits: earliest position, budget, cooldown, and space for the whole thought.
+    (thought_case(generated=4), False),
+    (thought_case(generated=0, inject__earliest=0), True),
+    (thought_case(begun=2), False),
+    (thought_case(begun=7, inject__per_row=8), True),
+    (thought_case(cooldown=1), False),
+    (thought_case(remaining=4), False),
+    (thought_case(inject__thought=""), False),
+    (thought_case(inject__thought=["", " Hm"], remaining=3), True),
+    # With a hook for the text, the configured thought need not fit.
+    (thought_case(asks=True, remaining=1), True),
+    (thought_case(asks=True, inject__thought=""), True),
+    (thought_case(asks=True, generated=4), False),
+    (thought_case(asks=True, cooldown=1), False),
+    (thought_case(asks=True, begun=2), False),
+    # Thoughts with banned tokens are not written.
+    (thought_case(draw__bans=[1, ord("i")]), False),
+    (thought_case(draw__bias=[[ord("t"), -100]]), False),
+    (thought_case(draw__bias=[[ord("t"), -99.5]]), True),
+    (thought_case(draw__bans=[ord("i")], inject__thought=[" Hi", " Wo"], begun=1), True),
+    (thought_case(draw__bans=[ord("i")], inject__thought=[" Hi", " Wo"]), False),
+    (thought_case(draw__bans=[ord("i")], asks=True), True),
+    # Thoughts anywhere, as in the documents.
+    (thought_case("It is", "x", inject__after=""), True),
     # Other marks.
-    (case("It is late;", inject__after=";"), True),
-    (case(inject__after=";"), False),
+    (thought_case("It is late;", inject__after=";"), True),
+    (thought_case(inject__after=";"), False),
 ]
 
 
-def test_where_a_thought_is_written() -> None:
-    """In all other rows the drawn token is committed, at the temperature of the arm's draw."""
+def test_places_of_thoughts() -> None:
+    """All other rows commit the sampled token, at the temperature of the arm."""
     cases = [given for given, _ in CASES]
     batch = len(cases)
     settings = batch_of(*(params_of("entropix", {**ALWAYS, **each["own"]}) for each in cases))

@@ -1,4 +1,4 @@
-"""Where a sentence has ended, on the tokens of real tokenizers, against a reading of the text."""
+"""Ends of sentences on the tokens of real tokenizers, against a regular expression on the text."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from entropix_jax.text.tokenizer import Tokenizer, load_tokenizer
 SLOTS = 96
 MARKS = (".", "?", "!", "\n")
 
-# The oracle reads the text: a whole word of at least two letters, then a mark or a line break, and
-# nothing else but quotes, brackets, emphasis and white space.
+# The oracle matches a whole word of at least two letters, then a mark or a line break, mixed only
+# with quotes, brackets, emphasis and white space.
 QUOTES = "\"'`«»‘’“”()[]*_"
 Q = re.escape(QUOTES)
 ENDED = re.compile(
@@ -31,7 +31,7 @@ ABBREVIATIONS = ("mr", "dr", "prof", "st", "etc", "vs", "fig", "no", "inc", "jan
 
 
 def ends_by_hand(text: str) -> bool:
-    found = ENDED.search(text.replace("```", "#"))  # a fence is no emphasis
+    found = ENDED.search(text.replace("```", "#"))  # a fence is not emphasis
     if found is None or text.count("```") % 2 == 1:
         return False
     letters = sum(c.isalpha() for c in found[1])
@@ -39,11 +39,11 @@ def ends_by_hand(text: str) -> bool:
 
 
 def begins_by_hand(text: str, following: str) -> bool:
-    """Whether what follows is a new word: it begins with white space, or stands on a new line."""
+    """Returns whether the next token begins a word: after white space or on a new line."""
     return following[:1].isspace() or bool(re.search(r"\n\s*$", text))
 
 
-# A text, what follows it, and whether a thought may stand between the two.
+# A text, the text after it, and whether a thought may be written between them.
 CASES: list[tuple[str, str, bool]] = [
     # Sentences
     ("It is late.", " Then", True),
@@ -53,7 +53,7 @@ CASES: list[tuple[str, str, bool]] = [
     ("Really?!", " Then", True),
     ("Wait...", " Then", False),
     ("Is it? It is", " late", False),
-    # The next token goes on with the word
+    # The next token continues the word
     ("It is late.", "Then", False),
     ("See example.", "com", False),
     ("It is late.", '"', False),
@@ -113,22 +113,22 @@ def flags_of(tokenizer: Tokenizer, marks: Sequence[str] = MARKS) -> SentenceFlag
 
 
 @jax.jit
-def both(
+def sentence_and_word(
     flags: SentenceFlags, histories: jax.Array, lengths: jax.Array, following: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Whether a sentence has ended, and whether the next token begins a word, of each row."""
+    """Returns whether a sentence has ended and whether the next token begins a word, per row."""
     ended = jax.vmap(sentence_ended, in_axes=(None, 0, 0))(flags, histories, lengths)
     begins = jax.vmap(begins_word, in_axes=(None, 0, 0, 0))(flags, histories, lengths, following)
     return ended, begins
 
 
-def read(
+def flags_after(
     tokenizer: Tokenizer,
     cases: Sequence[tuple[str, str]],
     marks: Sequence[str] = MARKS,
     seed: int = 0,
 ) -> tuple[list[bool], list[bool]]:
-    """Both, for texts and what follows them. Junk follows each text."""
+    """Returns both flags for texts and the texts after them. Junk follows each text."""
     rng = np.random.default_rng(seed)
     histories = rng.integers(0, tokenizer.vocab_size, (len(cases), SLOTS)).astype(np.int32)
     lengths, following = np.zeros((2, len(cases)), np.int32)
@@ -136,18 +136,18 @@ def read(
         ids = tokenizer.encode_within(text)
         histories[i, : len(ids)], lengths[i] = ids, len(ids)
         following[i] = tokenizer.encode_within(after)[0]
-    ended, begins = both(flags_of(tokenizer, marks), histories, lengths, following)
+    ended, begins = sentence_and_word(flags_of(tokenizer, marks), histories, lengths, following)
     return ended.tolist(), begins.tolist()
 
 
-def test_the_oracle() -> None:
+def test_the_sentence_oracle() -> None:
     for text, after, expected in CASES:
         found = ends_by_hand(text) and begins_by_hand(text, after)
         assert found == expected, (text, after)
 
 
-# Where tokens hide what the text says. `tiny` has few letters to a token, so it knows neither
-# abbreviations nor fences, and parts of characters are not letters.
+# Texts for which tokens give another result. `tiny` has few letters per token, so that it detects
+# neither abbreviations nor fences, and parts of characters do not count as letters.
 MISSED = {
     "tiny": ["He said “Yes.”", "He said ‘late’.", "I don’t.", "C'est l'été.", "Die Straße."],
     "smollm2": ["Oui !"],
@@ -156,12 +156,12 @@ TAKEN = {"tiny": ["I saw Dr.", "Apples, pears, etc.", "```\nfoo."], "smollm2": [
 
 
 @pytest.mark.parametrize("name", ["tiny", "smollm2"])
-def test_sentences(name: str) -> None:
-    """Whatever junk follows the text."""
+def test_sentence_flags(name: str) -> None:
+    """Junk after the text has no effect."""
     tokenizer = tokenizer_of(name)
     cases = [(text, after) for text, after, _ in CASES]
-    ended, begins = read(tokenizer, cases)
-    assert read(tokenizer, cases, seed=1) == (ended, begins)
+    ended, begins = flags_after(tokenizer, cases)
+    assert flags_after(tokenizer, cases, seed=1) == (ended, begins)
     wrong: dict[bool, list[str]] = {False: [], True: []}
     for (text, _, expected), *found in zip(CASES, ended, begins, strict=True):
         if all(found) != expected:
@@ -186,13 +186,13 @@ It prints 5. In the U.S. it does not. *Never.* Use `os.path` or os.sep. I don't.
 
 
 @pytest.mark.parametrize("name", ["tiny", "smollm2"])
-def test_at_every_token_of_a_text(name: str) -> None:
+def test_sentence_flags_at_every_token_of_a_text(name: str) -> None:
     tokenizer = tokenizer_of(name)
     text = TEXT if name == "smollm2" else re.sub(r"```.*```\n|Dr\. ", "", TEXT, flags=re.DOTALL)
     ids = tokenizer.encode_within(text)
     lengths = np.arange(1, len(ids), dtype=np.int32)
     histories = np.tile(np.array(ids, np.int32), (len(ids) - 1, 1))
-    ended, begins = both(flags_of(tokenizer), histories, lengths, histories[0, 1:])
+    ended, begins = sentence_and_word(flags_of(tokenizer), histories, lengths, histories[0, 1:])
     places = []
     for length, *found in zip(lengths, ended, begins, strict=True):
         before = tokenizer.decode(ids[:length])

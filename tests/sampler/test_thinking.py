@@ -64,8 +64,8 @@ def ends_of(model: Chain) -> list[int]:
 
 
 def expected(model: Chain, prompt: int, v: Mapping[str, Any]) -> tuple[list[int], str, bool]:
-    """The tokens of a row that takes the likeliest, what each is there for (an argmax, think_end,
-    budget forcing to wait or to end), and whether an end token was the last."""
+    """Returns the tokens of a greedy row, the origin of each (argmax, think_end, budget forcing to
+    wait or to end), and whether the last one is an end token."""
     row: list[int] = []
     queue: list[int] = []
     told = why = ""
@@ -167,7 +167,7 @@ measured = jax.jit(
 
 @st.composite
 def distributions(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
-    """Logits [B, V] of one of the vocabularies, and how many of the likeliest count, [B]."""
+    """Draws logits [B, V] of one of the vocabularies, and the number of top tokens, [B]."""
     vocab = draw(st.sampled_from(sorted(VOCABULARIES)))
     rows = VOCABULARIES[vocab]
     number = st.integers(2, MAX_LIKELIEST)
@@ -223,13 +223,12 @@ def groups(lines: list[Line], window: int) -> list[float]:
 @pytest.mark.parametrize("preset", ["temperature", LITERAL, "document-004"])
 @pytest.mark.parametrize("window", [1, 4, 9])
 def test_a_row_ends_with_the_first_low_group(preset: str, window: int) -> None:
-    """At exactly that token, each row of a batch at its own, and as alone; what it wrote before is
-    what it writes without an end. A branch that is committed ends nothing, and neither does a
-    forced token."""
+    """Each row of a batch ends at exactly that token, as in a single run, with the same text before
+    it as without a threshold. Committed branches and forced tokens do not end a row."""
     jobs = [job(number, preset, window) for number in range(6)]
     whole = generate(MODEL, jobs)
     lows = [groups(lines, window) for lines in whole]
-    # Bounds halfway between two groups, so that rounding decides nothing.
+    # Bounds halfway between two groups, so that rounding has no effect.
     steps = np.unique(np.concatenate(lows))
     bounds = (steps[:-1] + np.diff(steps) / 2)[np.isfinite(steps[1:])]
     threshold = float(bounds[len(bounds) // 3])

@@ -1,5 +1,5 @@
-"""Transforms of the logits against float64 oracles, alone, over a run and in mixed batches;
-biases beside them."""
+"""Transforms of the logits against float64 oracles, in single rows, over a run and in mixed
+batches, also with biases."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -53,7 +53,7 @@ MODEL = tiny_model()
 
 
 def texts(rng: np.random.Generator, rows: int) -> list[list[int]]:
-    """Texts of few tokens, a half of them of one stretch over and over, some of one token."""
+    """Returns texts with few distinct tokens, half of them periodic."""
     lengths = rng.choice([1, 2, 5, 30, CAPACITY], size=rows)
     made = []
     for length, kinds in zip(lengths, rng.choice([1, 2, 4, 20], size=rows), strict=True):
@@ -67,7 +67,7 @@ TRANSFORMS = Parts(MECHANISMS, frozenset(m.name for m in MECHANISMS if m.logits 
 
 
 def views_of(histories: Iterable[list[int]], attempt: int = 0, **fields: Any) -> Context:
-    """Rows with these tokens and after them junk, of which so many were retracted there."""
+    """Returns rows with these tokens, junk after them, and `attempt` retractions at the end."""
     histories = list(histories)
     padded = np.full((len(histories), CAPACITY), 1, np.int32)
     for row, tokens in zip(padded, histories, strict=True):
@@ -83,7 +83,7 @@ def views_of(histories: Iterable[list[int]], attempt: int = 0, **fields: Any) ->
 
 
 def settings_of(name: str, rows: int, **fields: Any) -> SamplerSettings:
-    """Rows that have these values in a mechanism's section."""
+    """Returns settings of rows with these values in a mechanism's section."""
     base = params_of("min-p")
     settings = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *jnp.shape(x))), base)
     own = settings.own[name]
@@ -98,21 +98,21 @@ def settings_of(name: str, rows: int, **fields: Any) -> SamplerSettings:
 
 @jax.jit
 def transformed(logits: jax.Array, settings: SamplerSettings, rows: Context) -> jax.Array:
-    """The logits after what comes before the temperature, from the highest, at temperature 1."""
+    """Returns the logits after penalties and truncation, minus the highest, at temperature 1."""
     proposal = proposal_of(temperature=np.ones(logits.shape[0]))
     rows = replace(rows, settings=settings, proposal=proposal, log_probs=logits)
     return jax.vmap(lambda logits, ctx: truncate(penalise(logits, ctx), ctx)[0])(logits, rows)
 
 
 def check(got: jax.Array, want: Any, changes: float) -> None:
-    """Each row up to rounding and a constant."""
+    """Compares each row up to rounding and a constant."""
     found, wanted = (x - np.max(x, axis=-1, keepdims=True) for x in map(np.asarray, (got, want)))
     np.testing.assert_array_equal(found > -np.inf, wanted > -np.inf)
     np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-4)
     assert changes > 0.2, "the rows show too little"
 
 
-def share(logits: np.ndarray, want: list[np.ndarray]) -> float:
+def share_changed(logits: np.ndarray, want: list[np.ndarray]) -> float:
     return float(np.mean([np.any(a != b) for a, b in zip(logits, want, strict=True)]))
 
 
@@ -131,11 +131,11 @@ def test_repetition() -> None:
     got = transformed(jnp.asarray(logits), settings, views)
     rows = zip(logits, tokens, generated, *values, strict=True)
     want = [oracles.repetition(*row) for row in rows]
-    check(got, want, share(logits, want))
+    check(got, want, share_changed(logits, want))
 
 
 def test_no_repeat_ngram() -> None:
-    """One token is left in any case."""
+    """At least one token is kept in any case."""
     rng = np.random.default_rng(2)
     logits, tokens = random_logits(rng, ROWS, VOCAB), texts(rng, ROWS)
     sizes = rng.choice([1, 2, 3, 5, MAX_MATCH], ROWS)
@@ -143,7 +143,7 @@ def test_no_repeat_ngram() -> None:
     got = transformed(jnp.asarray(logits), settings, views_of(tokens))
     rows = zip(logits, tokens, sizes, strict=True)
     want = [oracles.no_repeat_ngram(*row) for row in rows]
-    check(got, want, share(logits, want))
+    check(got, want, share_changed(logits, want))
     one = np.where(np.arange(VOCAB) == 3, 0.0, -np.inf).astype(np.float32)[None]
     settings = settings_of("no_repeat_ngram", 1, size=[1])
     assert float(transformed(jnp.asarray(one), settings, views_of([[3]]))[0, 3]) == 0.0
@@ -175,13 +175,13 @@ def test_dry() -> None:
     values = multipliers.astype(np.float32), bases.astype(np.float32), lengths, windows, breakers
     rows = zip(logits, tokens, *values, strict=True)
     want = [oracles.dry(*row) for row in rows]
-    check(got, want, share(logits, want))
+    check(got, want, share_changed(logits, want))
 
 
 @pytest.mark.parametrize("probability", [0.3, 1.0])
 def test_xtc(probability: float) -> None:
-    """A row whose own number is below the probability does what the oracle does, and any other
-    nothing: as many as they should be (chi-squared), at each attempt and in each branch anew."""
+    """A row whose uniform number is below the probability equals the oracle, and any other row does
+    not change. Their counts pass a chi-squared test, independently for attempts and branches."""
     rng = np.random.default_rng(4)
     logits = random_logits(rng, ROWS, VOCAB)
     logits[:, :5] += rng.uniform(0, 8, (ROWS, 5)).astype(np.float32)
@@ -196,7 +196,7 @@ def test_xtc(probability: float) -> None:
         views = views_of([[1]] * ROWS, attempt, key=keys, branch=branches)
         got = transformed(jnp.asarray(logits), settings, views)
         acts = np.any((np.asarray(got) > -np.inf) != (logits > -np.inf), axis=1)
-        got = got + np.max(logits, axis=1, keepdims=True)  # the draw begins at the likeliest
+        got = got + np.max(logits, axis=1, keepdims=True)  # the draw subtracts the maximum
         check(got, [*np.where(acts[:, None], want, logits)], float(np.mean(shows)))
         actions.append(acts[shows])
     number = actions[0].size
@@ -214,7 +214,7 @@ def test_xtc(probability: float) -> None:
 
 @pytest.mark.parametrize(("target", "decay"), [(0.5, 0.9), (0.3, 0.99), (0.4, 0.0)])
 def test_a_run_of_adaptive_p(target: float, decay: float) -> None:
-    """Each step's logits are the oracle's, and the mean of many comes to the target."""
+    """Each step's logits equal the oracle's, and the mean probability converges to the target."""
     rng, steps = np.random.default_rng(5), 300
     settings = settings_of("adaptive_p", 1, target=target, decay=decay)
     oracle, state, seen = oracles.AdaptiveP(target, decay), fresh_state(1), []
@@ -243,7 +243,7 @@ def test_a_run_of_adaptive_p(target: float, decay: float) -> None:
     assert np.mean(seen) == pytest.approx(target, abs=0.05)
 
 
-def test_a_transform_neither_brings_back_a_token_nor_leaves_none() -> None:
+def test_a_transform_cannot_restore_or_remove_all_tokens() -> None:
     logits = jnp.asarray([[-jnp.inf, 1.0, 2.0, 3.0]])
     for changed in (jnp.full(4, 7.0), jnp.full(4, -jnp.inf)):
         for kind in ("logits", "reweigh"):
@@ -257,8 +257,8 @@ def test_a_transform_neither_brings_back_a_token_nor_leaves_none() -> None:
             check(got, want, changes=1.0)
 
 
-def test_the_coldest_temperature_beside_a_transform() -> None:
-    """Logits divided by it would overflow; their differences from the highest do not matter."""
+def test_the_lowest_temperature_with_a_transform() -> None:
+    """Logits divided by it would overflow, unlike their differences from the highest logit."""
     logits = jnp.asarray([[1.0, 8.0, 9.0, -jnp.inf]])
     settings, views = settings_of("xtc", 1, probability=1e-9), views_of([[1]])
     for last in (False, True):
@@ -270,10 +270,10 @@ def test_the_coldest_temperature_beside_a_transform() -> None:
         assert not np.isnan(np.asarray(found)).any()
 
 
-# What is compiled
+# Compiled programs
 
 
-def test_only_what_is_used_is_compiled() -> None:
+def test_only_used_transforms_are_compiled() -> None:
     for preset, used in (
         ("min-p", set()),
         (LITERAL, set()),
@@ -287,8 +287,8 @@ def test_only_what_is_used_is_compiled() -> None:
         rows = views_of([[1]], parts=Parts(MECHANISMS, own))
         settings = batch_of(params_of(preset))
         jaxpr = str(jax.make_jaxpr(transformed)(jnp.zeros((1, VOCAB)), settings, rows))
-        # A choice by platform is settled by lowering, and no branch of the program.
-        # Beside them: noise floor, temperature 0, top-k and top-p, temperature last.
+        # A choice by platform is made in lowering, and is not a branch of the program.
+        # The other four: noise floor, temperature 0, top-k and top-p, temperature last.
         assert jaxpr.count(" cond[") - jaxpr.count("platform_index") == len(used) + 4
     phrases = load_sampler("min-p").with_values({"phrases.banned": ["ab", ""]})
     assert used_of(phrases) == {"phrases", "sample", "resample"}
@@ -325,14 +325,14 @@ def job(values: dict[str, Any], row: str, phrases: Iterable[Iterable[int]] = ())
 
 
 @cache
-def plainly(row: str) -> tuple[Line, ...]:
-    """What a row writes that nothing is done to."""
+def plain_lines(row: str) -> tuple[Line, ...]:
+    """Returns the lines of a row without transforms."""
     return tuple(generate(MODEL, [job({}, row)])[0])
 
 
-def test_rows_of_different_transforms_are_as_alone() -> None:
-    """And they compile nothing more than rows without any."""
-    plainly("none")
+def test_mixed_batches_equal_single_rows() -> None:
+    """Mixed batches use the same programs as rows without transforms."""
+    plain_lines("none")
     program: Any = decode
     compiled = program._cache_size()
     jobs = [job(values, f"{name} 1") for name, values in VALUES.items()]
@@ -341,9 +341,9 @@ def test_rows_of_different_transforms_are_as_alone() -> None:
         (alone,) = generate(MODEL, [one])
         assert [line.exact for line in lines] == [line.exact for line in alone]
     assert program._cache_size() == compiled
-    # Each does something.
+    # Each transform changes the text.
     for name, lines in zip(VALUES, together, strict=True):
-        assert (tokens_of(lines) != tokens_of(plainly(f"{name} 1"))) == (name != "none")
+        assert (tokens_of(lines) != tokens_of(plain_lines(f"{name} 1"))) == (name != "none")
     written = tokens_of(together[[*VALUES].index("no_repeat_ngram")])
     assert len({*written, 5, 6, 7}) == len(written) + 3
 
@@ -355,32 +355,32 @@ def holds_phrase(tokens: list[int], phrase: list[int]) -> bool:
     return any(tokens[i : i + len(phrase)] == phrase for i in range(len(tokens)))
 
 
-def test_phrases_are_taken_back() -> None:
-    """The text is the same up to the phrase, whose first token another one stands for."""
+def test_phrases_are_retracted() -> None:
+    """The text is the same up to the phrase, whose first token is replaced."""
     jobs, begins, bans = [], [], []
     for number, start in enumerate((0, 2, 5, 10, 15)):
-        written = tokens_of(plainly(str(number)))
+        written = tokens_of(plain_lines(str(number)))
         phrase = written[start : start + 1 + number]
         first = next(i for i in range(24) if written[i : i + len(phrase)] == phrase)
         jobs.append(job({}, str(number), [phrase]))
         begins.append(first)
         bans.append(phrase)
     for number, lines in enumerate(generate(MODEL, jobs)):
-        before, after = tokens_of(plainly(str(number))), tokens_of(lines)
+        before, after = tokens_of(plain_lines(str(number))), tokens_of(lines)
         assert after[: begins[number]] == before[: begins[number]]
         assert after[begins[number]] != before[begins[number]]
         assert not holds_phrase(after, bans[number])
         assert len(after) == 24
-        # Its own name, not `backspace`, is on the tokens that are drawn again.
+        # Resampled tokens have the action `phrases`, not `backspace`.
         assert {line.action for line in lines} == {"sample", "phrases"}
 
 
-def test_nothing_that_was_settled_is_taken_back() -> None:
-    """With many phrases at once, some longer than a row goes back, and `backspace` beside them."""
+def test_settled_tokens_are_not_retracted() -> None:
+    """Uses many phrases at once, some longer than the reach, and some rows with `backspace`."""
     rng = np.random.default_rng(6)
     jobs, bans = [], []
     for number in range(9):
-        written = tokens_of(plainly(str(number)))
+        written = tokens_of(plain_lines(str(number)))
         starts = rng.integers(0, 20, 8)
         phrases = [written[s : s + int(rng.integers(1, 13))] for s in starts]
         values = {"arms.mid": "backspace", "backspace.reach": 8} if number >= 6 else {}
@@ -398,9 +398,9 @@ def test_nothing_that_was_settled_is_taken_back() -> None:
         assert not any(holds_phrase(tokens_of(lines), phrase) for phrase in phrases)
 
 
-def test_a_phrase_stays_where_it_may() -> None:
-    """Once the budget is spent, and in what was forced."""
-    written = tokens_of(plainly("0"))
+def test_phrases_that_are_not_retracted() -> None:
+    """Phrases are kept if the budget is spent, and in forced tokens."""
+    written = tokens_of(plain_lines("0"))
     spent = job({"phrases.per_row": 0}, "0", [written[3:5]])
     assert tokens_of(generate(MODEL, [spent])[0]) == written
     thought: dict[str, Any] = {f"arms.{regime}": "inject" for regime in ("mid", "loop")}
@@ -417,16 +417,16 @@ Pairs = Sequence[Sequence[float]]
 
 
 def modified(logits: Any, floored: Any, **values: Any) -> list[float]:
-    """What one row is drawn from, which has written token 0."""
+    """Returns the penalised logits of one row, whose history is token 0."""
     values = {"metrics.noise_floor": True, **{k.replace("__", "."): v for k, v in values.items()}}
     z, log_probs = (jnp.asarray(x, jnp.float32) for x in (logits, floored))
     ctx = context(settings=params_of("min-p", values), log_probs=log_probs)
     return np.asarray(penalise(z, ctx)).tolist()
 
 
-def test_every_arm_and_rule_takes_a_token_that_is_raised_by_100() -> None:
-    """Also the argmax, and where the noise floor would leave the token out; metrics and regimes
-    are the model's own."""
+def test_every_arm_and_rule_samples_a_token_raised_by_100() -> None:
+    """Argmax, and tokens below the noise floor, follow the bias, too. Metrics and regimes do not
+    change."""
     token = 40
     cases = [(arm, rule) for arm in ARMS for rule in RULES]
     others = {"loop.max_period": 0, "inject.thought": ""}
@@ -453,9 +453,9 @@ def test_every_arm_and_rule_takes_a_token_that_is_raised_by_100() -> None:
             np.testing.assert_array_equal(one, other)
 
 
-def test_a_bias_beside_bans_penalties_and_the_noise_floor() -> None:
-    """A ban outweighs it, penalties come after it. The noise floor is of the model's logits: a
-    raised token is above it, a lowered one stays where it was."""
+def test_a_bias_with_bans_penalties_and_the_noise_floor() -> None:
+    """A ban overrides it, and penalties apply after it. The noise floor uses the model's logits. A
+    raised token is kept, and a lowered one stays above or below the floor."""
     found = modified([1, 2, 3], [0, 0, 0], draw__bans=[1], draw__bias=[[1, 100], [2, -100]])
     assert found == [1, -np.inf, -97]
     found = modified([1, 2], [0, 0], draw__bias=[[0, 2.0]], repetition__penalty=1.5)
@@ -469,13 +469,13 @@ def test_a_bias_beside_bans_penalties_and_the_noise_floor() -> None:
         ([[0, -100], [1, 2], [4, -1]], [-96, 5, low, low, low]),
     ):
         assert modified(logits, floored, draw__bias=bias) == expected
-    # A little more for a token does not make it the only one where the bans take all others above.
+    # A small bias does not make its token the only one if all tokens above the floor are banned.
     found = modified(logits, floored, draw__bias=[[2, 0.5], [1, 9]], draw__bans=[0, 1])
     assert found == [low, low, -8.5, -9, -9]
 
 
-def test_a_bias_of_nothing_changes_nothing() -> None:
-    """Nor do other rows' biases."""
+def test_a_bias_of_0_changes_nothing() -> None:
+    """Biases of other rows do not change the row either."""
     values = {**PLAIN, "base.temperature": 1.5, "base.top_k": 0, "base.top_p": 1.0}
 
     def job(row: str, pairs: Pairs) -> Job:

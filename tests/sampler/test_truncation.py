@@ -51,8 +51,8 @@ from tests.support.samplers import (
 def drawn_by(
     rule: str, number: float, logits: Any, temperature: float = 1.0, uniform: float = 0.0
 ) -> tuple[int, int]:
-    """How many tokens one row keeps, and which it draws. Impossible ones fill it up, so that one
-    program serves all."""
+    """Returns the number of tokens that a row keeps, and its sampled id. The row is padded with
+    -inf, so that all calls use one program."""
     padded = np.full((1, 1000), -np.inf, np.float32)
     padded[0, : len(logits)] = logits
     uniforms, settings = jnp.full((1, 1), uniform, jnp.float32), settings_of(rule, number)
@@ -65,24 +65,24 @@ def row_of(tree: Any, row: int) -> Any:
 
 
 def zipf(number: int, exponent: float) -> np.ndarray:
-    """Logits that follow Zipf's law, in no order of ids."""
+    """Returns logits that follow Zipf's law, in random order of ids."""
     ranks = np.random.default_rng(4).permutation(number) + 1
     return (-exponent * np.log(ranks)).astype(np.float32)
 
 
-# Single rules, at random
+# Single rules on random rows
 
 
 def oracle_of(rule: str, logits: np.ndarray, temperature: float, number: float) -> KeptTokens:
-    """Of one row, at the numbers in float32. That of `nucleus` is its top-p."""
+    """Returns the oracle of one row, with parameters in float32. For `nucleus` it is top-p."""
     given = (0, np.float32(number), 0.0) if rule == "nucleus" else (np.float32(number),)
     return KeptTokens.of(rule, logits, *map(float, (np.float32(temperature), *given)))
 
 
 @pytest.mark.parametrize("rule", NUMBERS)
-def test_random_rows(rule: str) -> None:
-    """Each rule keeps the oracle's tokens and draws from them: flat and peaked rows, with ties and
-    impossible tokens, at several temperatures."""
+def test_rules_equal_the_oracles(rule: str) -> None:
+    """Each rule keeps the oracle's tokens and samples from them, for flat and peaked rows with ties
+    and logits of -inf, at several temperatures."""
     rng = np.random.default_rng([*NUMBERS].index(rule))
     for rows, vocab in ((600, 512), (4, LLAMA3)):
         logits, uniforms = random_logits(rng, rows, vocab), below_one(rng.random((rows, 4)))
@@ -102,9 +102,8 @@ def test_random_rows(rule: str) -> None:
 
 
 @pytest.mark.parametrize(("rule", "vocab"), [*((rule, 50) for rule in NUMBERS), ("eta", 200)])
-def test_frequencies(rule: str, vocab: int) -> None:
-    """100,000 draws are distributed as p renormalised over the rule's tokens, in the head and
-    beyond it."""
+def test_frequencies_of_each_rule(rule: str, vocab: int) -> None:
+    """100,000 draws follow p renormalised over the rule's tokens, in the head and beyond it."""
     rng, rows, number = np.random.default_rng(8), 250, NUMBERS[rule][len(NUMBERS[rule]) // 2]
     logits = np.full(256, -np.inf, np.float32)
     logits[:vocab] = rng.normal(size=vocab)
@@ -127,8 +126,8 @@ def test_frequencies(rule: str, vocab: int) -> None:
 @pytest.mark.parametrize(
     ("rule", "numbers"), [("nucleus", [0.3, 0.99]), ("typical", [0.2, 0.95]), ("top_h", [0.4, 0.9])]
 )
-def test_the_temperature_first_or_last(rule: str, numbers: list[float]) -> None:
-    """Truncated at the temperature or at 1, in the head and beyond it; then drawn at it."""
+def test_temperature_first_or_last(rule: str, numbers: list[float]) -> None:
+    """Truncates at the temperature or at 1, in the head and beyond it, then samples at it."""
     rng, rows = np.random.default_rng(3), 120
     logits, uniforms = random_logits(rng, rows, 1000), below_one(rng.random((rows, 4)))
     temperatures, given = rng.choice([0.5, 1.5, 4], rows), rng.choice(numbers, rows)
@@ -161,10 +160,10 @@ WARPERS = {
 
 
 @pytest.mark.parametrize("rule", WARPERS)
-def test_transformers_leaves_the_same(
+def test_transformers_keeps_the_same_tokens(
     torch: ModuleType, transformers: ModuleType, rule: str
 ) -> None:
-    """Its top-H is another rule: it adds the terms of p's own entropy, of 100 tokens at most."""
+    """Top-H in transformers is another rule: a sum of terms of p's own entropy, for 100 tokens."""
     rng, rows, (name, number) = np.random.default_rng(2), 300, WARPERS[rule]
     logits = random_logits(rng, rows, 1000)
     proposal, settings = (proposal_of(top_p=[number] * rows), settings_of([rule] * rows, number))
@@ -199,8 +198,8 @@ def mixed_batch(rows: int, vocab: int) -> tuple[jax.Array, Proposal, jax.Array, 
     return logits, proposal, uniforms, settings_of(rules, numbers)
 
 
-def test_a_row_draws_the_same_in_any_batch() -> None:
-    """Rows of all rules, greedy ones among them, to the bit."""
+def test_draws_do_not_depend_on_the_batch() -> None:
+    """Rows of all rules, including greedy ones, are equal bit for bit."""
     rows = 45
     batch = mixed_batch(rows, 1000)
     together = truncated_draw(*batch)
@@ -217,10 +216,10 @@ def test_temperatures_next_to_zero(rule: str) -> None:
         assert drawn_by(rule, number, [1.0, 3.0, 2.0], temperature, LAST)[1] == 1
 
 
-def test_nothing_is_done_in_vain() -> None:
-    """A sort of 128,256 tokens costs more than all the rest of the draw: only rules that weigh the
-    whole order may sort. Where no row is greedy, has a top-k or a top-p, or its temperature last,
-    there is nothing to search for: that is behind conditions, one more for each rule."""
+def test_unused_work_is_skipped() -> None:
+    """A sort of 128,256 tokens costs more than the rest of the draw, so only rules that need the
+    whole order sort. Searches for greedy rows, top-k, top-p, a temperature that comes last and each
+    rule are behind conditions."""
     batch = jax.eval_shape(lambda: row_of(mixed_batch(1, LLAMA3), 0))
     parts = replace(PARTS, used=PARTS.used - {"top_h", "ees", "min_k"})
     program = truncated_draw.lower(*batch, parts=parts).compile().as_text()
@@ -235,7 +234,7 @@ def test_nothing_is_done_in_vain() -> None:
         assert names.count("cond") == conditions
 
 
-# Single rules, by hand
+# Single rules, calculated by hand
 
 
 TWO_LEVELS = np.tile([0.0, -2.0], 100)  # sigma is 1
@@ -248,7 +247,7 @@ FORTY = float(np.log2(40 * np.log(1000)))  # on Zipf's law at s = 1 mirostat's k
     ("rule", "number", "logits", "kept"),
     [
         ("top_n_sigma", 2.0, TWO_LEVELS, 200),
-        ("top_n_sigma", 2.01, np.float32(1e-22) * TWO_LEVELS, 200),  # squares are none in float32
+        ("top_n_sigma", 2.01, np.float32(1e-22) * TWO_LEVELS, 200),  # squares underflow in float32
         ("eta", 0.25, FIVE, 2),  # sqrt(0.25) * exp(-H) is 0.1446
         ("eta", 1.0, EVEN, 1000),  # exactly exp(-H)
         ("epsilon", 0.05, FIVE, 4),
@@ -267,7 +266,7 @@ FORTY = float(np.log2(40 * np.log(1000)))  # on Zipf's law at s = 1 mirostat's k
         ("mirostat", 10.0, EVEN, 1000),
     ],
 )
-def test_sets_by_hand(rule: str, number: float, logits: np.ndarray, kept: int) -> None:
+def test_kept_sets_by_hand(rule: str, number: float, logits: np.ndarray, kept: int) -> None:
     assert drawn_by(rule, number, logits)[0] == kept
 
 
@@ -288,7 +287,7 @@ def test_a_run_of_mirostat(target: float, exponent: float) -> None:
     contexts = contexts_of(proposal, settings, row)
 
     def step(mu: jax.Array, uniform: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        # `mu` sets the draw, the target the update.
+        # The draw uses `mu`, and the update uses the target.
         here = {**settings.own, "mirostat": replace(own, target=mu / 2)}
         drawn = truncated_draw(row, proposal, uniform[None, None], replace(settings, own=here))
         given = replace(settings, own={**settings.own, "mirostat": aims})
@@ -299,7 +298,7 @@ def test_a_run_of_mirostat(target: float, exponent: float) -> None:
         bits = target - (after - mu) / rate
         return after, (mu[0], jnp.sum(drawn.left > -jnp.inf), bits[0])
 
-    start = jnp.asarray([2 * target], jnp.float32)  # where mu begins
+    start = jnp.asarray([2 * target], jnp.float32)  # initial mu
     record = jax.jit(lambda: lax.scan(step, start, jnp.asarray(uniforms))[1])()
     mus, kept, surprises = (np.asarray(x) for x in record)
 
@@ -326,14 +325,14 @@ def test_a_run_of_mirostat(target: float, exponent: float) -> None:
     assert abs(np.mean(surprises) - target) < 0.03
 
 
-# The baseline presets do what their descriptions say, from the logits to the drawn token
+# The baseline presets agree with their descriptions, from the logits to the sampled token
 
 ROWS, VOCAB = 60, 1000
 
 
 @jax.jit
 def step(logits: jax.Array, uniforms: jax.Array, params: SamplerSettings) -> Drawn:
-    """What a step of the sampler does with the logits of plain rows."""
+    """Runs the sampler on logits of plain rows, up to the sampled token."""
     stats = attn_stats(ROWS)
     metrics = measure(jax.nn.log_softmax(logits), stats, params.layer_weights)
     regime = jax.vmap(classify)(metrics, params)
@@ -367,7 +366,7 @@ def rule(name: str, number: float) -> Callable[[np.ndarray], KeptTokens]:
     return lambda logits: KeptTokens.of(name, logits, 1.0, number)
 
 
-# What may be drawn, by what the descriptions say.
+# The tokens that may be sampled, according to the descriptions.
 ORACLES: dict[str, Callable[[np.ndarray], KeptTokens]] = {
     "greedy": nucleus(temperature=0.0),
     "temperature": nucleus(temperature=0.7),
@@ -391,8 +390,8 @@ ORACLES: dict[str, Callable[[np.ndarray], KeptTokens]] = {
 
 
 @pytest.mark.parametrize("name", ORACLES)
-def test_draws(name: str) -> None:
-    """Each preset keeps and draws what its own oracle says, and no other preset's oracle does."""
+def test_baseline_presets_equal_their_oracles(name: str) -> None:
+    """Each preset agrees with its own oracle, and with no other preset's oracle."""
     rng = np.random.default_rng(5)
     logits = random_logits(rng, ROWS, VOCAB)
     uniforms = below_one(rng.random((ROWS, 1)))
@@ -410,7 +409,7 @@ def test_draws(name: str) -> None:
         return True
 
     assert [other for other, oracle in ORACLES.items() if fits(oracle)] == [name]
-    # Its regimes are those of `entropix`, and nothing else interferes.
+    # Its regimes are those of `entropix`, and no other mechanism is active.
     entropix = params_of("entropix")
     jax.tree.map(
         lambda found, expected: np.testing.assert_array_equal(found[0], expected),
@@ -419,5 +418,5 @@ def test_draws(name: str) -> None:
     )
     np.testing.assert_array_equal(params.thresholds.values[0], entropix.thresholds.values)
     assert params.loop.max_period[0] == 0
-    # No percentile can change what it draws: a model needs no tables for it.
+    # No percentile changes its draws, so it needs no tables of the model.
     assert not load_sampler(name).follows_tables
