@@ -40,7 +40,7 @@ def assert_same(got: Params, want: Params) -> None:
 
 
 def write_shards(folder: Path, tensors: dict[str, np.ndarray]) -> dict[str, str]:
-    """Two shards and an index, as large checkpoints have them; returns the index's map."""
+    """Writes two shards and an index, as in large checkpoints. Returns the index's map."""
     weight_map = {name: f"{'ab'[i % 2]}.safetensors" for i, name in enumerate(tensors)}
     for file in sorted(set(weight_map.values())):
         save_file(
@@ -55,7 +55,7 @@ def write_index(folder: Path, weight_map: Any) -> None:
 
 
 def write_from(path: Path, tensors: dict[str, np.ndarray], kind: str, offset: int) -> None:
-    """A file whose first tensor starts `offset` bytes past a multiple of 64."""
+    """Writes a file whose first tensor starts `offset` bytes past a multiple of 64."""
     header, body = {}, b""
     for name, tensor in tensors.items():
         offsets = [len(body), len(body) + tensor.nbytes]
@@ -81,8 +81,8 @@ def test_saved_weights_are_loaded(tmp_path: Path, dtype: str, tied: bool) -> Non
     assert ("lm_head.weight" in stored) is not tied
 
 
-def test_narrow_weights_are_laid_out_for_their_products(tmp_path: Path) -> None:
-    """Narrow matrices with long rows come in blocks."""
+def test_narrow_weights_are_split_into_blocks(tmp_path: Path) -> None:
+    """Narrow matrices with long rows are split into blocks."""
     config = tiny_config(num_layers=1, mlp_width=4100, dtype="bfloat16")
     params = random_params(config, dtype=jnp.bfloat16)
     save_params(tmp_path, params, config)
@@ -104,9 +104,9 @@ def test_int8_weights_are_quantized_on_loading(
     chex.assert_trees_all_equal(loaded.final_norm, params.final_norm)
 
 
-def test_tensors_may_lie_at_any_byte(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Other writers do not align what they write. Where they do, and an array could point into the
-    file, loaded weights do not hang on it."""
+def test_tensors_may_start_at_any_byte(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Some writers do not align tensors. If they do, and an array could point into the file, loaded
+    weights do not change with the file."""
     narrow = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in tensors.items()}
     want = random_params(CONFIG, dtype=jnp.bfloat16)
     for offset in range(4):
@@ -124,7 +124,7 @@ def test_tensors_may_lie_at_any_byte(tmp_path: Path, tensors: dict[str, np.ndarr
 def test_surplus_tensors_of_older_files_are_ignored(
     tmp_path: Path, tensors: dict[str, np.ndarray]
 ) -> None:
-    """A tied head stored all the same, and rotary frequencies (float32 whatever the rest is)."""
+    """Older files have a stored tied head, and rotary frequencies, which are always float32."""
     narrow = {name: t.astype(ml_dtypes.bfloat16) for name, t in tensors.items()}
     narrow["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
     save_file(narrow, tmp_path / SINGLE)
@@ -143,7 +143,7 @@ def test_surplus_tensors_of_older_files_are_ignored(
         (NAMES[3], np.ones((16, 32)), "has type F64, which is not implemented"),
     ],
 )
-def test_wrong_tensors_are_named(
+def test_errors_contain_the_tensor(
     tmp_path: Path, tensors: dict[str, np.ndarray], name: str, tensor: Any, message: str
 ) -> None:
     changed = {**tensors, name: tensor}
@@ -151,8 +151,8 @@ def test_wrong_tensors_are_named(
     assert f"tensor '{name}' {message}" in refused(tmp_path)
 
 
-def test_files_without_weights_are_named(tmp_path: Path) -> None:
-    """Damaged files are `test_fuzzing`'s."""
+def test_errors_of_files_without_weights(tmp_path: Path) -> None:
+    """Damaged files are in `test_fuzzing`."""
     assert f"{SINGLE} is missing, and so is {INDEX}" in refused(tmp_path)
     (tmp_path / SINGLE).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     assert f"{SINGLE}: not a valid safetensors file" in refused(tmp_path)
@@ -161,9 +161,9 @@ def test_files_without_weights_are_named(tmp_path: Path) -> None:
     assert f"{SINGLE}: not a regular file" in refused(tmp_path)
 
 
-def test_shards_are_one_model(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Errors name the tensor that is not where the index says, the missing shard, or the index that
-    points elsewhere."""
+def test_shards_are_loaded_as_one_model(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Errors contain the tensor that is not in the shard of the index, the missing shard, or the
+    index that points outside the folder."""
     folder = tmp_path / "model"
     (folder / "sub").mkdir(parents=True)
     weight_map = write_shards(folder, tensors)

@@ -1,5 +1,5 @@
-"""What the `config.json` of published models comes to: each one's keys, with the values that
-matter."""
+"""Configurations parsed from the `config.json` of published models, with each file's relevant
+keys."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NO_WINDOW = "attention_dropout=0.0 rms_norm_eps=1e-06 use_sliding_window=false"
 LLAMA_2 = 'architectures=["LlamaForCausalLM"] model_type="llama" pretraining_tp=1 rope_scaling=null'
 MISTRAL = 'architectures=["MistralForCausalLM"] model_type="mistral" tie_word_embeddings=false'
 LLAMA_3 = f"{LLAMA_2} {UNBIASED} rope_theta=500000.0"
-# Their window, which may be shorter than the context, is not in use.
+# Their window, which may be shorter than the context, is disabled.
 QWEN2 = f"""architectures=["Qwen2ForCausalLM"] model_type="qwen2" {NO_WINDOW}
     sliding_window=32768 max_window_layers=24"""
 
@@ -50,19 +50,19 @@ def keys(text: str) -> Raw:
 
 
 def published(text: str, shape: str, **changes: Any) -> Raw:
-    """A file's keys and values; a change to `...` removes a key."""
+    """Returns a file's keys and values. A change to `...` removes a key."""
     numbers = {key: int(number) for key, number in zip(SHAPE, shape.split(), strict=True)}
     raw = {**keys(f"{COMMON} {text}"), **numbers, **changes}
     return without(raw)
 
 
 def without(raw: Raw) -> Raw:
-    """A file without the keys that are `...`."""
+    """Returns a file without the keys whose value is `...`."""
     return {key: value for key, value in raw.items() if value is not ...}
 
 
-def renewed(old: Raw, **added: Any) -> Raw:
-    """The same file as transformers 5 writes it."""
+def in_transformers_5(old: Raw, **added: Any) -> Raw:
+    """Returns the file in the format of transformers 5."""
     raw = {"pad_token_id": None, **old, **added, "dtype": old["torch_dtype"]}
     del raw["torch_dtype"]
     rope = raw.pop("rope_scaling", None) or {"rope_type": "default"}
@@ -107,7 +107,7 @@ SMOLLM3_3B = published(
 MISTRAL_0_1 = published(f"{MISTRAL} sliding_window=4096", "32 4096 14336 32 8 32000 32768")
 EVERY_FOURTH = {"layers_without_rope": tuple(range(3, 36, 4))}
 
-# What a file comes to beside its numbers: a head's width, RoPE, and what it has that Llama 2 lacks.
+# File, head width, RoPE theta, and the fields that differ from Llama 2.
 LOADED: Mapping[str, tuple[Raw, int, float, Raw]] = {
     "Llama-2-7b-hf": (LLAMA_2_7B, 128, 1e4, {"dtype": "float16"}),
     "Llama-3.2-1B": (LLAMA_3_2_1B, 64, 5e5, {"rope_scaling": 32.0}),
@@ -116,7 +116,7 @@ LOADED: Mapping[str, tuple[Raw, int, float, Raw]] = {
     "SmolLM3-3B": (SMOLLM3_3B, 128, 5e6, EVERY_FOURTH),
     "Mistral-7B-v0.1": (MISTRAL_0_1, 128, 1e4, {"max_positions": 4096}),
 }
-# What transformers 5 also writes.
+# Keys that transformers 5 adds.
 NEWER: Mapping[str, Raw] = {
     "Llama-2-7b-hf": keys(f"{UNBIASED} head_dim=128"),
     "Qwen2.5-0.5B": {"sliding_window": None, "layer_types": ["full_attention"] * 24},
@@ -127,14 +127,14 @@ NEWER: Mapping[str, Raw] = {
 
 @pytest.mark.parametrize("name", LOADED)
 def test_published_models_are_read(name: str) -> None:
-    """As published, and as transformers 5 writes the same file."""
+    """Reads each file as published, and in the format of transformers 5."""
     old, head_dim, theta, differs = LOADED[name]
     if factor := differs.get("rope_scaling"):
         bands: Raw = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
         scaling = RopeScaling(factor=factor, **bands, original_max_positions=8192)
         differs = {**differs, "rope_scaling": asdict(scaling)}
     plain: Raw = {"rope_scaling": None, "dtype": "bfloat16", "layers_without_rope": ()}
-    for raw in (old, renewed(old, **NEWER.get(name, {}))):
+    for raw in (old, in_transformers_5(old, **NEWER.get(name, {}))):
         assert asdict(parse_model_config(raw, PATH)) == {
             **{field: raw[key] for key, field in SHAPE.items()},
             "head_dim": head_dim,
@@ -148,7 +148,7 @@ def test_published_models_are_read(name: str) -> None:
         assert KEYS.check(raw, PATH) == []
 
 
-def test_a_key_that_nobody_knows_is_told() -> None:
+def test_unknown_keys_are_reported() -> None:
     raw = {**LLAMA_3_2_1B, "made_up_scale": 3.0, "a_note": None, "unsloth_version": "2026.1.1"}
     told = "unknown keys, taken to change nothing: 'a_note', 'made_up_scale'"
     assert KEYS.check(raw, PATH) == [f"{PATH}: {told}"]
@@ -163,11 +163,11 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 512}
     [
         ({**QWEN2_5, **WINDOW}, 512),
         ({**SMOLLM3_3B, **WINDOW, "layer_types": ...}, 512),
-        ({**SMOLLM3_3B, **WINDOW}, 65536),  # all its layers are said to see everything
+        ({**SMOLLM3_3B, **WINDOW}, 65536),  # all its layers have full attention
         ({**QWEN2_5, **WINDOW, "layer_types": ["full_attention", "sliding_attention"] * 12}, 512),
         ({**QWEN2_5, **WINDOW, "sliding_window": 40000}, 32768),
         ({**QWEN2_5, **WINDOW, "sliding_window": None}, 32768),
-        ({**MISTRAL_0_1, "use_sliding_window": False}, 4096),  # keys that Mistral does not have
+        ({**MISTRAL_0_1, "use_sliding_window": False}, 4096),  # a key that Mistral does not have
         ({**MISTRAL_0_1, "layer_types": ["full_attention"] * 32}, 4096),
         ({**LLAMA_3_2_1B, "sliding_window": 512}, 512),
     ],
@@ -210,7 +210,7 @@ HALVES = RopeDivisors(divisors=(2.0,) * 32)
 )
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_rope_objects(key: str, rope: Raw, scaling: RopeDivisors | None) -> None:
-    """A type that is missing, null or empty is the default."""
+    """A missing, null or empty type is the default."""
     own = {k: v for k, v in LLAMA_3_2_1B.items() if k not in ("rope_scaling", "rope_theta")}
     raw = {**own, "rope_theta": 1e6, key: rope}
     config = parse_model_config(raw, PATH)
@@ -223,7 +223,7 @@ def test_rope_objects(key: str, rope: Raw, scaling: RopeDivisors | None) -> None
 @pytest.mark.parametrize(
     ("raw", "key"),
     [
-        # What would change the maths.
+        # Features that would change the computation.
         (llama(model_type="gemma3_text"), "model_type"),
         (llama(auto_map={"AutoConfig": "configuration_phi3.Phi3Config"}), "auto_map"),
         (llama(quantization_config={"quant_method": "gptq", "bits": 4}), "quantization_config"),
@@ -242,12 +242,12 @@ def test_rope_objects(key: str, rope: Raw, scaling: RopeDivisors | None) -> None
         (llama(rope_scaling={"type": "linear", "factor": 0.0}), "factor"),
         *((llama_rope(**{key: 0.5}), key) for key in ("partial_rotary_factor", "beta_fast")),
         (llama(rope_scaling={"rope_type": "default", "attention_factor": 0.5}), "attention_factor"),
-        # Two spellings that disagree.
+        # Contradictory keys.
         (llama(rope_parameters={**ROPE, "factor": 8.0, "rope_theta": 5e5}), "rope_parameters"),
-        ({**renewed(LLAMA_3_2_1B), "rope_theta": 1e4}, "rope_theta"),
+        ({**in_transformers_5(LLAMA_3_2_1B), "rope_theta": 1e4}, "rope_theta"),
         (llama(dtype="float32"), "dtype"),
         (llama(original_max_position_embeddings=4096), "original_max_position_embeddings"),
-        # Shapes that cannot be.
+        # Invalid shapes.
         (llama(num_hidden_layers=2.5), "num_hidden_layers"),
         (llama(num_hidden_layers=10**9), "num_hidden_layers"),
         (llama(head_dim=63), "head_dim 63 is odd"),
@@ -264,14 +264,14 @@ def test_rope_objects(key: str, rope: Raw, scaling: RopeDivisors | None) -> None
         ({**QWEN2_5, **WINDOW, "sliding_window": 0}, "sliding_window"),
         ({**QWEN2_5, "layer_types": "full_attention"}, "layer_types"),
         ({**QWEN2_5, "layer_types": ["chunked_attention"] * 24}, "layer_types"),
-        # Each class has a number of its own for these, where its file says none.
+        # Required keys, since each class has another default for them.
         ({**QWEN3_0_6B, "head_dim": ...}, "head_dim"),
         ({**QWEN2_5, "num_key_value_heads": ...}, "num_key_value_heads"),
         ({**MISTRAL_0_1, "sliding_window": ...}, "sliding_window"),
         ({**SMOLLM3_3B, "rope_theta": ...}, "rope_theta"),
     ],
 )
-def test_what_is_not_implemented_or_cannot_be_is_refused_by_name(raw: Raw, key: str) -> None:
+def test_unsupported_and_invalid_keys_are_reported(raw: Raw, key: str) -> None:
     with pytest.raises(UserError, match=rf"^{PATH}: .*{key}"):
         parse_model_config(without(raw), PATH)
 
@@ -280,16 +280,16 @@ NUMBERS = (*SHAPE, "rms_norm_eps", "rope_theta", *sorted(set(ROPE) - {"rope_type
 
 
 @pytest.mark.parametrize("key", sorted({*NUMBERS} - {"num_key_value_heads"}))
-def test_every_number_is_asked_for_by_name(key: str) -> None:
+def test_errors_of_numbers_contain_the_key(key: str) -> None:
     for value in (..., None, 0, -1, "8", True, [8], float("nan"), float("inf")):
         if key == "rope_theta" and value is ...:
-            continue  # the layout has a number for it
+            continue  # it has a default
         raw = llama_rope(**{key: value}) if key in ROPE else without(llama(**{key: value}))
         with pytest.raises(UserError, match=f"'{key}'"):
             parse_model_config(raw, PATH)
 
 
-def test_what_is_absent_follows_from_the_rest() -> None:
+def test_defaults_of_absent_keys() -> None:
     absent = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "torch_dtype", "rope_theta")
     config = parse_model_config(without(llama(**dict.fromkeys(absent, ...))), PATH)
     assert (config.num_kv_heads, config.head_dim) == (32, 2048 // 32)
@@ -298,7 +298,7 @@ def test_what_is_absent_follows_from_the_rest() -> None:
         plain = parse_model_config(llama(rope_scaling=scaling), PATH)
         assert (plain.rope_scaling, plain.rope_theta) == (None, 5e5)
     older = llama_rope(rope_type=..., type="llama3")
-    both = {**LLAMA_3_2_1B, **renewed(LLAMA_3_2_1B)}
+    both = {**LLAMA_3_2_1B, **in_transformers_5(LLAMA_3_2_1B)}
     whole = parse_model_config(LLAMA_3_2_1B, PATH)
     assert {parse_model_config(raw, PATH) for raw in (older, both)} == {whole}
 
@@ -321,5 +321,5 @@ def test_end_tokens(tmp_path: Path, file: str) -> None:
             load_eos_ids(tmp_path)
 
 
-def test_every_family_is_here() -> None:
+def test_all_model_types_are_tested() -> None:
     assert {raw["model_type"] for raw, *_ in LOADED.values()} == set(MODEL_TYPES)

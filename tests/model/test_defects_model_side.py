@@ -1,7 +1,7 @@
-"""Known defects of the published implementations: a test each, that fails where it is present.
+"""Known defects of the published implementations, each with a test that fails if it exists.
 
-This half concerns the model, the cache and the metrics. Numbers and order are the defects' own.
-Cases of defects 1 and 10 are in `test_model`.
+This half concerns the model, the cache and the metrics. Tests have the numbers of the defects.
+More cases of defects 1 and 10 are in `test_model`.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ def params():
 
 
 def stats_of(scores: np.ndarray, n: int):
-    """The statistics of one row from scaled scores [L, N, S], of which n keys count."""
+    """Returns the statistics of one row from scaled scores [L, N, S] with n valid keys."""
     valid = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None, :] < n
     return attention_stats(jnp.asarray(scores[None], jnp.float32), valid)
 
 
 def test_defect_02_a_score_of_zero_counts() -> None:
-    """`scores != 0` was the mask. That a reused cache is not read, whatever it holds, is
-    `test_properties_cache`'s."""
+    """The mask was `scores != 0`. `test_properties_cache` checks that stale entries of a reused
+    cache are not read."""
     zeros = stats_of(np.zeros((1, 1, 16)), 8)  # eight keys, all with score 0
     assert float(zeros.entropy[0, 0, 0]) == pytest.approx(3.0, abs=1e-6)
 
 
 def test_defect_03_padding_is_not_measured() -> None:
-    """Metrics over zero-padded scores: 64 keys in 4,096 slots read 11.98 bits instead of 5.34."""
+    """Metrics included zero padding: 64 keys in 4,096 slots gave 11.98 bits instead of 5.34."""
     scores = np.zeros((1, 512, 4096))
     scores[:, :, :64] = np.random.default_rng(0).normal(size=(1, 512, 64))
     padded = reference.Attention(scores)
@@ -77,7 +77,7 @@ def test_defect_03_padding_is_not_measured() -> None:
 
 
 def test_defect_04_attention_varentropy_is_a_variance_over_heads(params) -> None:
-    """It was taken over an axis of length one: always 0, or NaN."""
+    """The variance was over an axis of length one, so always 0 or NaN."""
     logits, stats, _ = teacher_forced(params, TINY, random_tokens(TINY, 32)[None])
     got = float(all_metrics(TINY, logits[:, -1], stats).attn_varentropy[0])
     assert got > 0.01
@@ -90,7 +90,7 @@ def test_defect_04_attention_varentropy_is_a_variance_over_heads(params) -> None
 
 
 def test_defect_05_every_layer_counts(params) -> None:
-    """Statistics of every layer were computed, and the last one's used."""
+    """Statistics of all layers were computed, but only those of the last layer were used."""
     logits, stats, _ = teacher_forced(params, TINY, random_tokens(TINY, 32)[None])
     log_probs = jax.nn.log_softmax(jnp.asarray(logits[:, -1]))
     one_by_one = [measure(log_probs, stats, w[None]) for w in jnp.eye(3, dtype=jnp.float32)]
@@ -99,11 +99,11 @@ def test_defect_05_every_layer_counts(params) -> None:
         interaction_strength"""
     for name in names.split():
         layers = [float(getattr(m, name)[0]) for m in one_by_one]
-        assert len(set(layers)) == 3, name  # the layers differ, so that one cannot stand for all
+        assert len(set(layers)) == 3, name  # all layers differ
         assert float(getattr(together, name)[0]) == pytest.approx(np.mean(layers), abs=1e-5), name
 
 
-def test_defect_10_no_numeric_default_stands_in_for_the_configuration() -> None:
+def test_defect_10_no_numeric_defaults_of_arguments() -> None:
     modules = [f"model/{name}" for name in ("linear", "rope", "cache", "attention", "llama")]
     for module in (*modules, "sampler/metrics"):
         for node in ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))):
@@ -113,8 +113,8 @@ def test_defect_10_no_numeric_default_stands_in_for_the_configuration() -> None:
                 assert not [value for value in values if type(value) in (int, float)]
 
 
-def test_defect_12_rows_do_not_steer_each_other(params) -> None:
-    """Metrics were averaged over the batch: here each row's are its own, to the last field."""
+def test_defect_12_rows_do_not_affect_each_other(params) -> None:
+    """Metrics were averaged over the batch. Each row has its own values here, in every field."""
     texts = [random_tokens(TINY, n, seed=n) for n in (32, 3, 17)]
     batch, counts = np.zeros((3, 32), np.int32), jnp.asarray([32, 3, 17], jnp.int32)
     for row, text in enumerate(texts):
@@ -134,7 +134,7 @@ def test_defect_12_rows_do_not_steer_each_other(params) -> None:
 
 @pytest.mark.parametrize("steps", [9, 24])
 def test_defect_14_the_loop_stays_within_the_cache(params, steps: int) -> None:
-    """The loop ran past the end of the cache: a row that fills it waits for the other."""
+    """The loop ran past the end of the cache. A row that fills it waits for the other here."""
     prompts = [[int(t) for t in random_tokens(TINY, n, seed=n)] for n in (12, 3)]
     state, records = generate(params, TINY, prompts, [4, 9], capacity=16, steps=steps)
     assert np.asarray(state.cache.length).tolist() == [15, 11]
@@ -148,7 +148,7 @@ def test_defect_14_the_loop_stays_within_the_cache(params, steps: int) -> None:
 
 
 def test_defect_15_no_log_of_zero_and_one_unit() -> None:
-    """log(0) made attention varentropy NaN, and nats stood beside bits."""
+    """log(0) made attention varentropy NaN, and nats were mixed with bits."""
     scores = np.full((1, 3, 8), -1e4)  # weights that float32 rounds to 0
     scores[0, 0, :1] = 0.0  # one key: 0 bits
     scores[0, 1, :2] = 0.0  # two: 1 bit
@@ -174,7 +174,7 @@ def test_defect_16_every_field_of_a_dataclass_is_annotated() -> None:
             map(ast.unparse, node.decorator_list)
         ):
             assert not [item for item in node.body if isinstance(item, ast.Assign)], node.name
-    # Every number of the configuration can be set, and none is made up where a folder has none.
+    # Every field of the configuration can be set, and has no nonzero default.
     for field in fields(ModelConfig):
         value: Any = object()
         assert getattr(replace(TINY, **{field.name: value}), field.name) is value
@@ -182,7 +182,7 @@ def test_defect_16_every_field_of_a_dataclass_is_annotated() -> None:
 
 
 def primitives(jaxpr) -> set[str]:
-    """The names of all operations of a traced function, those of its inner functions included."""
+    """Returns the names of all operations of a traced function and its inner functions."""
     names: set[str] = set()
     for equation in jaxpr.eqns:
         names.add(equation.primitive.name)
@@ -199,15 +199,15 @@ def on_host(names: set[str]) -> set[str]:
     return {name for name in names if "callback" in name or "debug" in name or "feed" in name}
 
 
-def test_defect_17_a_step_never_asks_the_host(params) -> None:
-    """Forward, metrics, regime, draw and commit are one compiled program without a way out."""
+def test_defect_17_a_step_has_no_host_callback(params) -> None:
+    """Forward, metrics, regime, draw and commit are one compiled program without callbacks."""
 
     def planted(x: jax.Array) -> jax.Array:
         jax.debug.callback(lambda _: None, x)
         return jax.lax.cond(x > 0, lambda: jax.pure_callback(lambda y: y, x, x), lambda: x)
 
     found = on_host(primitives(jax.make_jaxpr(jax.jit(planted))(1.0).jaxpr))
-    assert len(found) >= 2  # the search finds what it looks for, in inner functions too
+    assert len(found) >= 2  # the search finds callbacks, also in inner functions
 
     job = Job([1, 2, 3], params_of(LITERAL, num_layers=TINY.num_layers))
     state = start_jobs(TINY, params, [job, replace(job, prompt=[4])], 16)
@@ -222,8 +222,8 @@ def test_defect_17_a_step_never_asks_the_host(params) -> None:
         assert not jaxpr.effects
 
 
-def test_defect_17_other_values_compile_nothing(params) -> None:
-    """Other thresholds, samplers, keys, prompts and lengths are other values, not programs."""
+def test_defect_17_other_values_need_no_other_program(params) -> None:
+    """Thresholds, samplers, keys, prompts and lengths are values that share one program."""
 
     def once(prompts: list[list[int]], budget: int, preset: str, seed: int) -> None:
         state = start(params, TINY, prompts, [budget] * len(prompts), capacity=16)

@@ -1,4 +1,4 @@
-"""GGUF files: written by the package `gguf`, read here, and held against what they were made of."""
+"""GGUF files, written by the package `gguf`, read here, and compared with their source."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def config_of(family: str) -> ModelConfig:
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """The rows of each head as llama.cpp's converter lays them."""
+    """Returns the rows of each head in the order of llama.cpp's converter."""
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -60,8 +60,8 @@ def write(
     changes: Mapping[str, Any] = NONE,
     tensors: Mapping[str, np.ndarray | None] = NONE,
 ) -> Path:
-    """A small model with changed metadata and tensors: `.x` is a key of the family, `...` and None
-    leave one out."""
+    """Writes a small model with changed metadata and tensors. `.x` is a key of the family, `...`
+    and None remove a key or tensor."""
     config = config_of(family)
     own = {
         "block_count": config.num_layers,
@@ -105,8 +105,8 @@ def leaves(params: Params) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_was_written_is_read(family: str, tmp_path: Path) -> None:
-    """Architecture and weights, to the bit: the order of the queries' and keys' rows, too."""
+def test_gguf_files_are_read_exactly(family: str, tmp_path: Path) -> None:
+    """Architecture and weights are equal bit for bit, with the order of query and key rows."""
     file = open_gguf(write(tmp_path / "a.gguf", family))
     expected = config_of(family)
     assert file.config == replace(expected, norm_eps=float(np.float32(expected.norm_eps)))
@@ -117,7 +117,7 @@ def test_what_was_written_is_read(family: str, tmp_path: Path) -> None:
 
 
 def test_linear_rope_scaling(tmp_path: Path) -> None:
-    """By either spelling, and without a type, as in llama.cpp."""
+    """Accepts both keys, and a missing type, like llama.cpp."""
     fours = RopeDivisors(divisors=(4.0,) * 4)
     for metadata, expected in (
         ({".rope.scaling.type": "linear", ".rope.scaling.factor": 4.0}, fours),
@@ -133,7 +133,7 @@ def test_linear_rope_scaling(tmp_path: Path) -> None:
 
 
 def test_rotation_divisors(tmp_path: Path) -> None:
-    """Llama 3's scaling, which a GGUF file holds as what each frequency is divided by."""
+    """A GGUF file stores Llama 3's scaling as a divisor for each frequency."""
     divisors = np.array([1, 1, 2.5, 32], np.float32)
     for metadata, factor in (({}, 1), ({".rope.scaling.factor": 2.0}, 2)):
         tensors = {"rope_freqs.weight": divisors}
@@ -149,7 +149,7 @@ def test_rotation_divisors(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("rows", [1, 3])
 def test_kinds_are_dequantised(kind: str, rows: int) -> None:
-    """Random bytes, in parts that are no whole numbers of rows: what the package makes of them."""
+    """Random bytes, in parts of incomplete rows, are dequantised like in the package."""
     block, size = gguf.GGML_QUANT_SIZES[KINDS[kind]]
     blocks = 2 * reader._DEQUANTISED // block // rows + 3
     data = np.random.default_rng(0).integers(0, 60, (rows, blocks * size), np.uint8)
@@ -159,7 +159,7 @@ def test_kinds_are_dequantised(kind: str, rows: int) -> None:
         np.testing.assert_array_equal(decoded, expected.astype(dtype))
 
 
-def test_weights_are_bfloat16_unless_asked_for(tmp_path: Path) -> None:
+def test_weights_are_bfloat16_by_default(tmp_path: Path) -> None:
     path = str(write(tmp_path / "model.gguf"))
     model = load(path)
     assert model.params.embedding.dtype == jnp.bfloat16
@@ -181,7 +181,7 @@ def test_byte_level_tokenizer(tmp_path: Path) -> None:
     assert tokenizer.render_chat([{"role": "user", "content": "Hi"}]) == "Hi<|im_end|>"
 
 
-def test_unknown_keys_and_a_missing_split_are_told(tmp_path: Path) -> None:
+def test_unknown_keys_and_a_missing_pre_tokenizer_are_noted(tmp_path: Path) -> None:
     unknown = {".rope.dimension_sections": [1, 2], ".attention.sliding_window_pattern": 4}
     changes = {**unknown, ".vocab_size": 300, "tokenizer.ggml.pre": ...}
     path = write(tmp_path / "a.gguf", changes=changes)
@@ -194,7 +194,7 @@ def test_unknown_keys_and_a_missing_split_are_told(tmp_path: Path) -> None:
     assert model.tokenizer.encode("a 1", add_bos=False)
 
 
-# What is no model.
+# Invalid files
 
 
 def refused(path: Path) -> str:
@@ -202,7 +202,7 @@ def refused(path: Path) -> str:
 
 
 def test_damaged_files(tmp_path: Path) -> None:
-    """Cut anywhere: one line. Whatever bytes of the header are changed to: a model or one line."""
+    """A truncated file is a one-line error. A changed header is a model or a one-line error."""
     data = bytearray(write(tmp_path / "whole.gguf").read_bytes())
     damaged, random = tmp_path / "damaged.gguf", Random(0)
     for size in [*range(30), *(random.randrange(len(data)) for _ in range(64)), len(data) - 1]:
@@ -237,7 +237,7 @@ def test_damaged_files(tmp_path: Path) -> None:
         ({"general.type": "adapter"}, "is not a model but 'adapter': merge it with"),
     ],
 )
-def test_metadata_that_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_errors_of_metadata(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = write(tmp_path / "a.gguf", changes=changes)
     assert re.search(message, refused(path))
     path.write_bytes(path.read_bytes().replace(b"llama", b"gemma", 1))
@@ -252,11 +252,11 @@ def test_metadata_that_are_refused(changes: dict[str, Any], message: str, tmp_pa
         ("rope_freqs.weight", np.ones(3, np.float32), r"has shape \[3\], expected \[4\]"),
     ],
 )
-def test_tensors_that_are_refused(name: str, tensor: Any, message: str, tmp_path: Path) -> None:
+def test_errors_of_tensors(name: str, tensor: Any, message: str, tmp_path: Path) -> None:
     assert re.search(message, refused(write(tmp_path / "a.gguf", tensors={name: tensor})))
 
 
-# The real one.
+# SmolLM2
 
 
 @pytest.fixture(scope="module")
@@ -269,8 +269,8 @@ def smollm2() -> ModelFiles:
 
 
 @pytest.mark.slow
-def test_smollm2_beside_transformers(smollm2: ModelFiles, transformers: ModuleType) -> None:
-    """Its weights to the bit, its chat template, and what it writes greedily."""
+def test_smollm2_equals_transformers(smollm2: ModelFiles, transformers: ModuleType) -> None:
+    """Compares weights bit for bit, the chat template, and a greedy text."""
     place = {"pretrained_model_name_or_path": str(smollm2.path.parent)}
     place["gguf_file"] = smollm2.path.name
     theirs = transformers.AutoTokenizer.from_pretrained(**place)
@@ -290,7 +290,7 @@ def test_smollm2_beside_transformers(smollm2: ModelFiles, transformers: ModuleTy
     written = model.generate(torch.tensor([ids]), **options)[0].tolist()
     assert len(written) == len(ids) + 64
 
-    # One pass over all of it: the likeliest next token at each place is the one that was written.
+    # In one pass over the text, the most likely next token is the written one at each position.
     config = smollm2.config
     params = read_params(smollm2.tensors, config, "float32")
     tokens = jnp.asarray([written[:-1]], jnp.int32)

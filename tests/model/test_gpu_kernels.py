@@ -1,5 +1,5 @@
-"""The attention kernel for a GPU compared with the plain form: interpreted on a CPU, compiled on a
-GPU (`JAX_PLATFORMS=cuda pytest tests/model/test_gpu_kernels.py`)."""
+"""The attention kernel for a GPU, compared with the plain form. Runs interpreted on a CPU, and
+compiled on a GPU (`JAX_PLATFORMS=cuda pytest tests/model/test_gpu_kernels.py`)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from entropix_jax.accelerators.gpu_kernels import BLOCK, attend_next, is_enabled
 from entropix_jax.model.attention import attend
 
 pytest.importorskip("jax.experimental.pallas.triton")
-# Later versions of JAX say so.
+# Later versions of JAX warn about it.
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 INTERPRET = jax.default_backend() == "cpu"
 ROWS, LANES, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 4, 2, 6, 2, 16, 4 * BLOCK
-# At the start, in the middle and at the end of a block, and in the last one.
+# At the start, in the middle and at the end of a block, and in the last block.
 POSITIONS = np.array([[0], [BLOCK + 7], [2 * BLOCK - 1], [3 * BLOCK]], np.int32)
 
 
 def inputs() -> tuple[jax.Array, ...]:
-    """Queries, keys, values and positions."""
+    """Returns queries, keys, values and positions."""
     generator = np.random.default_rng(0)
 
     def normal(*shape: int) -> jax.Array:
@@ -39,12 +39,12 @@ def test_the_kernel_equals_the_plain_form() -> None:
     assert (mixed.shape, mixed.dtype) == (expected.shape, expected.dtype)
     assert (scores.shape, scores.dtype) == (expected_scores.shape, expected_scores.dtype)
     found, wanted = (np.asarray(x, np.float32) for x in (mixed, expected))
-    np.testing.assert_allclose(found, wanted, rtol=2e-2, atol=1e-2)  # a digit or two of bfloat16
+    np.testing.assert_allclose(found, wanted, rtol=2e-2, atol=1e-2)  # two digits of bfloat16
     for row, position in enumerate(POSITIONS[:, 0]):
         one, other = (x[row, :, :, : position + 1] for x in (scores, expected_scores))
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
-    # NaN in a key spoils the rows that see it, and no other.
+    # NaN in a key affects only the rows that attend to it.
     queries, keys, values, positions = args
     keys = keys.at[1, :, 3].set(jnp.nan).at[2, :, 2 * BLOCK].set(jnp.nan)
     mixed, _ = attend_next(queries, keys, values, positions, window=WINDOW, interpret=INTERPRET)
@@ -55,7 +55,7 @@ def test_the_kernel_equals_the_plain_form() -> None:
 
 @pytest.mark.parametrize("shape", [(32, 8, 64, 2048), (24, 8, 128, 1000), (9, 3, 64, 100)])
 def test_all_shapes_are_lowered_to_triton(shape: tuple[int, ...]) -> None:
-    """Also those that the interpreter does not take."""
+    """Lowers shapes that the interpreter does not support, too."""
     heads, kv_heads, head_dim, window = shape
     cached = jax.ShapeDtypeStruct((3, kv_heads, window, head_dim), jnp.bfloat16)
     queries = jax.ShapeDtypeStruct((2, 1, heads, head_dim), jnp.bfloat16)
@@ -63,7 +63,7 @@ def test_all_shapes_are_lowered_to_triton(shape: tuple[int, ...]) -> None:
     traced = attend_next.trace(queries, cached, cached, positions, window=window)
     try:
         lowered = traced.lower(lowering_platforms=("cuda",))
-    except RuntimeError as error:  # from JAX 0.11 on it asks which GPU there is
+    except RuntimeError as error:  # JAX 0.11 and later query the GPU
         pytest.skip(str(error))
     assert "__gpu$xla.gpu.triton" in lowered.as_text()
 

@@ -1,4 +1,4 @@
-"""NaN and infinity are found where they arise, named, and never become a token."""
+"""NaN and infinity are located where they arise, reported, and never become a token."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ CHECK = Recording(check=True)
 SHAPE = config_of_folder()
 NUMBERS = (jnp.nan, jnp.inf, -jnp.inf)
 PROMPT = [token_ids()["<|begin_of_text|>"], 40, 41, 42, 43, 44]
-AT = 3  # where in the prompt the token stands that is not as the others
+AT = 3  # index of the bad token in the prompt
 
 
 def overflowing(layer: int, name: str) -> Callable[[Params], Params]:
-    """Weights in which one token alone has anything in the first channel, in every layer, and one
-    layer's matrix is so large that this token alone overflows."""
+    """Returns a change of weights after which only one token has a nonzero first channel, in every
+    layer, and only this token overflows in one layer's matrix."""
 
     def change(params: Params) -> Params:
         embedding = params.embedding.at[:, 0].set(0.0)
@@ -81,7 +81,7 @@ def test_overflow_in_the_prompt_is_located(tmp_path: Path, layer: int, name: str
 
 @pytest.mark.parametrize(("number", "at"), [*zip(NUMBERS, [0, AT, len(PROMPT) - 1], strict=True)])
 def test_non_finite_embedding_is_located(tmp_path: Path, number: float, at: int) -> None:
-    """In the prompt's first token, amid it, and in its last one, which the first step reads."""
+    """Tests the first token, a middle one, and the last one, which the first step reads."""
 
     def change(params: Params) -> Params:
         return replace(params, embedding=params.embedding.at[PROMPT[at], 5].set(number))
@@ -97,7 +97,7 @@ def test_non_finite_embedding_is_located(tmp_path: Path, number: float, at: int)
 
 
 def test_non_finite_generated_token_is_located(tmp_path: Path) -> None:
-    """The row has what came before; which token is poisoned is seen in a run of its own."""
+    """The row keeps the tokens before it. A separate run finds the token to poison."""
     sound = load(str(write_model(tmp_path / "sound")))
     (whole, _) = run_of(sound, PROMPT, CHECK)
     assert whole.finish_reason == "length"
@@ -135,9 +135,9 @@ def test_non_finite_weights_are_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slots", [2, 4])  # one for each device, and two
-def test_the_next_row_in_a_slot_is_sound(tmp_path: Path, slots: int) -> None:
-    """After a failed row in any slot, with or without a shared prompt, on two devices."""
+@pytest.mark.parametrize("slots", [2, 4])  # one or two for each device
+def test_a_failed_row_does_not_affect_the_next_one(tmp_path: Path, slots: int) -> None:
+    """The failed row may be in any slot, with or without a shared prompt, on two devices."""
     folder = write_model(tmp_path / "model", poisoned(PROMPT[AT]))
     tokenizer = load(str(folder)).tokenizer
     bad, good = (tokenizer.decode(ids[1:]) for ids in (PROMPT, [*PROMPT[:AT], 50, 51]))
@@ -168,14 +168,14 @@ def test_the_next_row_in_a_slot_is_sound(tmp_path: Path, slots: int) -> None:
 @pytest.mark.parametrize("mesh", ["data=2", "model=2"])
 def test_non_finite_embedding_on_two_devices(tmp_path: Path, mesh: str) -> None:
     folder = write_model(tmp_path / "model", poisoned(PROMPT[AT]))
-    for prompt in (PROMPT, PROMPT[: AT + 1]):  # by the prompt's reading, and by the first step
+    for prompt in (PROMPT, PROMPT[: AT + 1]):  # found by the prefill, and by the first step
         bad, good = run_of(load(str(folder), mesh=mesh_of_two(mesh)), prompt, CHECK)
         assert bad.error == f"NaN or infinity in the embedding at position {AT}"
         assert good.finish_reason == "length"
 
 
 def test_non_finite_branch_is_never_best(tmp_path: Path) -> None:
-    """The branches beside it have the scores that they have in a sound model."""
+    """The other branches have the same scores as in a sound model."""
     (whole, _) = run_of(load(str(write_model(tmp_path / "sound"))), PROMPT, CHECK)
     forks = [one.branches for one in whole.tokens if one.branches]
     taken = {*PROMPT, *(one.token_id for one in whole.tokens)}
@@ -191,7 +191,7 @@ def test_non_finite_branch_is_never_best(tmp_path: Path) -> None:
 
 
 def in_one_slot(model: LanguageModel, recording: Recording, *specs: Spec) -> list[Row]:
-    """Rows that take the same slot, one after another."""
+    """Runs rows in the same slot, one after another."""
     engine = Engine(model, slots=1, capacity=256, recording=recording)
     rows = [Row(one) for one in requests(model, specs, ignore_eos=True)]
     for _ in engine.run(rows):
@@ -206,7 +206,7 @@ def in_one_slot(model: LanguageModel, recording: Recording, *specs: Spec) -> lis
 def test_non_finite_values_fail_one_row(
     tmp_path: Path, change: Callable[[Params], Params], recording: Recording
 ) -> None:
-    """The next one in its slot is what it is alone, to the last digit."""
+    """The next row in its slot equals the row alone, bit for bit."""
     model = load(str(write_model(tmp_path / "model", change)))
     sound = Spec([*PROMPT[:AT], 51], "1", 30)
     bad, good = in_one_slot(model, recording, Spec(PROMPT * 8, "0", 30), sound)
@@ -222,7 +222,7 @@ def test_non_finite_values_fail_one_row(
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_non_finite_value_is_not_cached(number: float, dtype: str) -> None:
-    """Its key is NaN instead, and all else as it was."""
+    """The key of a non-finite value is NaN instead, and all other entries are unchanged."""
     key, value = jnp.asarray(np.random.default_rng(0).normal(size=(2, 2, 3, 2, 4)), dtype)
     at = ((0, 1, 0, 3), (1, 2, 1, 0))  # row, token, head and channel; the second is padding
     bad = value
@@ -240,7 +240,7 @@ def test_non_finite_value_is_not_cached(number: float, dtype: str) -> None:
 
 
 def test_tokens_before_a_bad_one_are_sound() -> None:
-    """Attention looks back only: they have the hidden states that they have without it."""
+    """Attention is causal, so their hidden states do not depend on it."""
     tokens = jnp.array([[5, 6, 7, 8, 9]], jnp.int32)
     cache = init_cache(SHAPE, 1, 16, jnp.dtype(jnp.float32))
     count = jnp.array([5], jnp.int32)
@@ -258,7 +258,7 @@ def test_tokens_before_a_bad_one_are_sound() -> None:
 
 
 def test_padding_is_not_checked() -> None:
-    """Nor are rows without tokens in a call."""
+    """Rows without tokens in a call are not checked either."""
     params = sharp_params()
     bad = replace(params, embedding=params.embedding.at[0].set(jnp.nan))
     tokens = jnp.array([[5, 0, 0], [0, 0, 0], [5, 6, 0]], jnp.int32)
@@ -272,7 +272,7 @@ def test_padding_is_not_checked() -> None:
 
 
 def test_attention_over_16k_keys() -> None:
-    """Softmax, mixing and statistics in float32 hold against float64."""
+    """Softmax, mixing and statistics in float32 agree with float64."""
     rng = np.random.default_rng(0)
     slots, heads, dim = 16_384, 4, 16
     query = rng.normal(size=(1, 1, heads, dim)).astype(np.float32)

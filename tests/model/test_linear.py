@@ -1,4 +1,4 @@
-"""Products with narrow weights: exact in every form, and close to float32 in a model."""
+"""Products with narrow weights, exact in every form, and close to float32 in a model."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tests.support.runs import Spec, run_specs
 
 @pytest.fixture(params=[True, False], ids=["multiplied", "widened"])
 def multiplied(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether a few vectors are split: both forms on any machine. (One without such products gives
-    the same results, but slowly.)"""
+    """Whether a few vectors are split. Tests run both forms on any machine, slowly on one without
+    bfloat16 products."""
     monkeypatch.setattr(linear_module, "multiplies_bfloat16", lambda: request.param)
     return request.param
 
 
 def compiled_product(*operands: Any) -> Any:
-    """The product, traced anew: what JAX has kept of `product` may be the other form's."""
+    """Computes the product with a new trace, since JAX may have cached the other form."""
     return jax.jit(lambda x, weight: product(x, weight))(*operands)
 
 
@@ -50,7 +50,7 @@ def operands(shape: tuple[int, ...], out: int, x_dtype, w_dtype) -> tuple[jax.Ar
 
 
 def exact(x: jax.Array, weight: jax.Array) -> np.ndarray:
-    """The product of the numbers as they are stored, in float64."""
+    """Returns the product of the stored values, in float64."""
     return np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
 
 
@@ -64,8 +64,8 @@ def exact(x: jax.Array, weight: jax.Array) -> np.ndarray:
 def test_product_is_exact_to_float32(
     lead: tuple[int, ...], width: int, out: int, x_dtype, w_dtype, multiplied: bool
 ) -> None:
-    """In every form: the only rounding is that of a float32 sum (1e-6 of its terms' size). How
-    weights are read and widened is `engine.test_compiled`'s."""
+    """Only the float32 sum rounds (1e-6 of the size of its terms), in every form. How weights are
+    read and widened is tested in `engine.test_compiled`."""
     x, weight = operands((*lead, width), out, x_dtype, w_dtype)
     got = compiled_product(x, weight)
     assert got.dtype == F32
@@ -77,7 +77,7 @@ def test_product_is_exact_to_float32(
 @pytest.mark.parametrize("lead", [(1, 1), (2, 3)], ids=str)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_few_vectors_are_padded(lead: tuple[int, ...], dtype) -> None:
-    """As a TPU multiplies them."""
+    """The padded product, used on a TPU, equals the plain one."""
     x, weight = operands((*lead, 64), 24, dtype, dtype)
     got = jax.jit(padded_dot)(x, weight)
     assert (got.dtype, got.shape) == (F32, (*lead, 24))
@@ -86,7 +86,7 @@ def test_few_vectors_are_padded(lead: tuple[int, ...], dtype) -> None:
 
 @pytest.mark.parametrize("count", [2, 7, 16, 17])
 def test_a_few_vectors_are_exact_to_float32_in_either_form(count: int, multiplied: bool) -> None:
-    """Entries of any size, and of any number of digits."""
+    """Entries have any magnitude."""
     x, weight = operands((count, 256), 40, F32, BF16)
     rng = np.random.default_rng(1)
     x = x * jnp.asarray(10 ** rng.uniform(-12, 12, x.shape), F32)
@@ -100,7 +100,7 @@ def test_a_few_vectors_are_exact_to_float32_in_either_form(count: int, multiplie
 @pytest.mark.parametrize("small", [False, True], ids=["bfloat16", "int8"])
 @pytest.mark.parametrize("count", [1, 2, 16, 17, 64, 65])
 def test_bfloat16_vectors_are_multiplied_exactly(count: int, small: bool, multiplied: bool) -> None:
-    """In whatever form, as if they were widened; one is widened."""
+    """The result equals that of widened vectors, in every form. A single vector is widened."""
     x, weight = operands((count, 256), 40, BF16, BF16)
     weight = quantized(weight) if small else weight
     got = compiled_product(x, weight)
@@ -185,9 +185,9 @@ def test_blocks_of_columns_are_the_same_matrix(
 @pytest.mark.parametrize(
     ("lead", "out", "dtype"), [((1, 1), 24, F32), ((2, 3), 600, F32), ((2, 3), 24, BF16)], ids=str
 )
-def test_eight_bits_are_rounded_by_row(lead: tuple[int, ...], out: int, dtype: Any) -> None:
-    """Half a step of each row's own scale at most, and the product is that of what they stand
-    for."""
+def test_int8_weights_are_rounded_by_row(lead: tuple[int, ...], out: int, dtype: Any) -> None:
+    """The rounding error is at most half a step of the row's scale. The product uses the rounded
+    values."""
     x, weight = operands((*lead, 64), out, dtype, F32)
     weight = weight.at[0].set(0.0).at[1].mul(100.0)
     small = quantized(weight)
@@ -207,10 +207,10 @@ def test_eight_bits_are_rounded_by_row(lead: tuple[int, ...], out: int, dtype: A
     np.testing.assert_allclose(looked_up, stands_for[[[2, 0]]], rtol=1e-6)
 
 
-# How far narrow weights may be from float32.
+# Divergence of narrow weights from float32.
 
-# Mean KL(float32 || narrow) of a token, nats, on the embedded model's own texts: some three times
-# what is measured.
+# Mean KL(float32 || narrow) per token, in nats, on the embedded model's own texts: about three
+# times the measured value.
 TOLERANCE = {"bfloat16": 1.5e-5, "int8": 1.5e-4}
 LENGTH = 256
 
@@ -222,7 +222,7 @@ def embedded(weights: str) -> LanguageModel:
 
 @cache
 def texts() -> np.ndarray:
-    """What the embedded model writes at temperature 1: int32 [4, LENGTH]."""
+    """Returns texts of the embedded model at temperature 1, int32 [4, LENGTH]."""
     model = embedded("float32")
     start = model.tokenizer.encode("The ", add_bos=True)
     requests = [Spec(start, str(i), LENGTH - len(start)) for i in range(4)]
@@ -231,7 +231,7 @@ def texts() -> np.ndarray:
 
 
 def log_probs(model: LanguageModel) -> np.ndarray:
-    """Float64 [4 * LENGTH, V], at every position of the texts."""
+    """Returns log-probabilities at every position of the texts, float64 [4 * LENGTH, V]."""
     tokens = jnp.asarray(texts(), jnp.int32)
     cache = init_cache(model.config, 4, LENGTH, model.precision.activations)
     count = jnp.full(4, LENGTH, jnp.int32)
@@ -245,7 +245,7 @@ def test_narrow_weights_stay_close_to_float32(weights: str) -> None:
     true, narrow = log_probs(embedded("float32")), log_probs(embedded(weights))
     divergence = np.sum(np.exp(true) * (true - narrow), axis=-1)
     assert 0 < divergence.mean() < TOLERANCE[weights]
-    # Where the likeliest token changes, the two were about as likely.
+    # Where the most likely token changes, both tokens have similar probabilities.
     changed = true.argmax(-1) != narrow.argmax(-1)
     rows = np.arange(len(true))[changed]
     gap = true[rows, true[rows].argmax(-1)] - true[rows, narrow[rows].argmax(-1)]

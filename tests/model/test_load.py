@@ -1,4 +1,4 @@
-"""Models from folders and hub ids, and what is said of those that cannot be loaded."""
+"""Models from folders and hub ids, and errors of those that cannot be loaded."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def copy(folder: Path, tmp_path: Path) -> Path:
 
 
 def edit(name: str, **changes: Any) -> Change:
-    """A change of some keys of a JSON file; `...` removes one."""
+    """Returns a change of some keys of a JSON file. `...` removes a key."""
 
     def change(folder: Path) -> None:
         raw = {**json.loads((folder / name).read_text()), **changes}
@@ -63,7 +63,7 @@ def edit(name: str, **changes: Any) -> Change:
 
 
 def loaded(folder: Path, *arguments: Any) -> tuple[LanguageModel, list[str]]:
-    """A model, and what a user is told of it."""
+    """Returns a model, and the notes about it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = load(str(folder), *arguments)
@@ -72,8 +72,8 @@ def loaded(folder: Path, *arguments: Any) -> tuple[LanguageModel, list[str]]:
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
 def test_precision(folder: Path, weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU activations are float32, unless it is fast with weights in bfloat16 or others are
-    asked for."""
+    """On a CPU, activations are float32 by default, except for bfloat16 weights if the CPU
+    multiplies bfloat16 fast."""
     for fast in (False, True):
         monkeypatch.setattr(precision, "multiplies_bfloat16", lambda fast=fast: fast)
         chosen = "bfloat16" if fast and weights == "bfloat16" else "float32"
@@ -111,7 +111,7 @@ def change_tensors(folder: Path, change: Callable[[str, np.ndarray], np.ndarray]
     ],
 )
 def test_types_of_tensors(copy: Path, stored: Any, said: str, loaded: str) -> None:
-    """Norms are stored in float32; the configuration says what the model's type is."""
+    """Norms are stored in float32. The configuration determines the model's type."""
     change_tensors(copy, lambda name, x: x if "norm" in name else x.astype(stored))
     edit("config.json", torch_dtype=said)(copy)
     params = load(str(copy)).params
@@ -123,7 +123,7 @@ def test_types_of_tensors(copy: Path, stored: Any, said: str, loaded: str) -> No
 @pytest.mark.parametrize(("factor", "own"), [(1, False), (-1, True)])
 @pytest.mark.parametrize("weights", ["float32", "int8"])
 def test_a_stored_head_is_used(copy: Path, factor: int, own: bool, weights: str) -> None:
-    """Also where the configuration ties it to the embedding, as in transformers; with a note."""
+    """A stored head overrides a tied one in the configuration, as in transformers, with a note."""
     edit("config.json", tie_word_embeddings=True)(copy)
     tensors = load_file(copy / WEIGHTS)
     tensors["lm_head.weight"] = factor * tensors["model.embed_tokens.weight"]
@@ -157,7 +157,7 @@ def test_end_tokens_are_the_union_of_the_files(
 
 
 def family(turns: str, prompt: str = "") -> str:
-    """A chat template: how it writes a message `m`, and what comes before an answer."""
+    """Returns a chat template from the formats of a message `m` and of the start of an answer."""
     ask = "{% if add_generation_prompt %}" + prompt + "{% endif %}"
     return "{% for m in messages %}" + turns + "{% endfor %}" + ask
 
@@ -171,26 +171,26 @@ EOS_NOTE = "prompts are sent as chats, since its chat template ends turns with i
 @pytest.mark.parametrize(
     ("template", "end", "is_chat", "note"),
     [
-        # Turns end with the end of a text: TinyLlama-Chat and zephyr, Mistral, Llama 2.
+        # Turns end with the end-of-text token: TinyLlama-Chat and zephyr, Mistral, Llama 2.
         (family("<|{{ m.role }}|>{{ m.content }}{{ eos_token }}"), TEXT_END, True, EOS_NOTE),
         (family("[INST] {{ m.content }} [/INST]" + ENDS), TEXT_END, True, EOS_NOTE),
         (family("{{ bos_token }} {{ m.content | trim }} " + ENDS), TEXT_END, True, EOS_NOTE),
-        # They end when the next one begins.
+        # Turns end when the next one begins.
         (
             family("{% if not loop.first %}{{ eos_token }}{% endif %}{{ m.content }}"),
             TEXT_END,
             True,
             EOS_NOTE,
         ),
-        # A base model that ships its family's template.
+        # A base model with its family's template.
         (family(ROLE + "<|eot_id|>"), TURN_END, False, EOT_NOTE),
-        # No control token ends a turn. Without a template nothing does.
+        # No control token ends a turn, or there is no template.
         (family("### {{ m.role }}: {{ m.content }}"), None, False, "with no control token"),
         (..., None, False, None),
         (family("{{ raise_exception('no') }}"), None, False, "with no control token"),
     ],
 )
-def test_a_turn_ends_as_the_template_ends_it(
+def test_the_template_determines_the_end_of_a_turn(
     copy: Path, template: Any, end: int | None, is_chat: bool, note: str | None
 ) -> None:
     for name in ("config.json", "generation_config.json"):
@@ -200,12 +200,12 @@ def test_a_turn_ends_as_the_template_ends_it(
     assert model.turn_end_id == end
     assert model.is_chat_model == is_chat
     assert [str(copy) in each and (note or "") in each for each in notes] == [True] * bool(note)
-    # A chat ends with any end of a turn in the vocabulary; plain text of a chat model, too.
+    # Chats, and plain texts of a chat model, end with any turn end in the vocabulary.
     assert {*model.end_ids(chat=True)} == {TEXT_END, TURN_END}
     assert {*model.end_ids(chat=False)} == ({TEXT_END, TURN_END} if is_chat else {TEXT_END})
 
 
-def test_a_model_without_an_end_says_so(copy: Path) -> None:
+def test_a_model_without_end_tokens_is_noted(copy: Path) -> None:
     for name in ("config.json", "generation_config.json"):
         edit(name, eos_token_id=...)(copy)
     edit("tokenizer_config.json", eos_token=..., chat_template=...)(copy)
@@ -216,8 +216,8 @@ def test_a_model_without_an_end_says_so(copy: Path) -> None:
     assert model.end_ids(chat=True) == ()
 
 
-def test_a_tokenizer_may_add_tokens_without_rows(copy: Path) -> None:
-    """One for padding, as old fine-tunes have it. Only a text that holds it is an error."""
+def test_a_tokenizer_may_have_tokens_without_embeddings(copy: Path) -> None:
+    """Old fine-tunes have such a padding token. Only a text that contains it is an error."""
     size = vocab_size()
     raw = json.loads((copy / "tokenizer.json").read_text())
     raw["added_tokens"].append({**raw["added_tokens"][-1], "id": size, "content": "<pad>"})
@@ -235,7 +235,7 @@ def test_a_tokenizer_may_add_tokens_without_rows(copy: Path) -> None:
 
 
 def with_rows(number: int) -> Change:
-    """A change of a model to one of fewer tokens."""
+    """Returns a change of a model to `number` tokens."""
 
     def change(folder: Path) -> None:
         edit("config.json", vocab_size=number)(folder)
@@ -266,7 +266,7 @@ def adapter_alone(folder: Path) -> None:
         ),
     ],
 )
-def test_folders_that_are_no_model(copy: Path, change: Change, message: str) -> None:
+def test_errors_of_invalid_folders(copy: Path, change: Change, message: str) -> None:
     change(copy)
     with pytest.raises(UserError, match=message) as caught:
         load(str(copy))
@@ -294,13 +294,13 @@ def test_names_of_models(folder: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert resolve_model(folder.name) == Path(folder.name)
     with pytest.raises(UserError, match=r"not a GGUF file \(its name must end in \.gguf\)"):
         resolve_model(str(folder / "config.json"))
-    # None of these is asked of the hub.
+    # None of these is requested from the hub.
     for name in ("", "missing", "/a/b", "./a", "../b", "a/b/c", "a b/c", "a/", "a/b.gguf"):
         with pytest.raises(UserError, match=f"no such model: '{name}'"):
             resolve_model(name)
 
 
-def test_a_device_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_device_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_device() -> None:
         raise RuntimeError("Unable to initialize backend 'bogus'")
 
@@ -310,7 +310,7 @@ def test_a_device_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatc
         load(str(folder))
 
 
-# Models of the hub, with a server on loopback in its place.
+# Models of the hub, from a server on loopback.
 
 ROOT = Path(__file__).parents[2]
 GATED = f"{REPO}: access is restricted; accept its terms on its page, then run 'hf auth login'\n"
@@ -326,7 +326,7 @@ def hub(copy: Path) -> Iterator[Hub]:
 def run(
     hub: Hub | None, home: Path, *arguments: object, token: str = "", offline: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """A command in another process: the hub's client reads its settings when it is imported."""
+    """Runs a command in another process, since the hub's client reads its settings on import."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -352,7 +352,7 @@ def download(
 
 
 def test_a_model_of_the_hub_generates(hub: Hub, folder: Path, tmp_path: Path) -> None:
-    """Downloaded once; the second run asks nobody, and says the same."""
+    """The model is downloaded once. The second run sends no request and has the same output."""
     arguments = ["-m", "entropix_jax.main", "--prompt", "Once", "--max-new-tokens", "5"]
     arguments += ["--no-chat", "--sampler", "temperature", "--model"]
     first = run(hub, tmp_path, *arguments, REPO)
@@ -367,8 +367,8 @@ def test_a_model_of_the_hub_generates(hub: Hub, folder: Path, tmp_path: Path) ->
     assert hub.asked == []
 
 
-def test_only_what_the_index_names_is_downloaded(copy: Path, tmp_path: Path) -> None:
-    """Copies for other programs stay where they are."""
+def test_only_indexed_weights_are_downloaded(copy: Path, tmp_path: Path) -> None:
+    """Copies for other programs are not downloaded."""
     tensors = load_file(copy / WEIGHTS)
     names = sorted(tensors)
     shards = {"a-1-of-2.safetensors": names[::2], "a-2-of-2.safetensors": names[1::2]}
@@ -409,7 +409,7 @@ def test_a_gguf_file_of_the_hub(tmp_path: Path) -> None:
         assert (status, error.count("\n")) == (2, 1)
 
 
-def test_refusals_of_the_hub(hub: Hub, tmp_path: Path) -> None:
+def test_errors_of_the_hub(hub: Hub, tmp_path: Path) -> None:
     hub.gated = True
     assert download(hub, tmp_path, REPO) == (2, "", f"error: {GATED}")
     ran = run(hub, tmp_path, "-m", "entropix_jax.main", "--prompt", "x", "--model", REPO)
@@ -422,7 +422,7 @@ def test_refusals_of_the_hub(hub: Hub, tmp_path: Path) -> None:
         (hub, ("owner/other",), False, missing),
         (hub, (REPO, "--revision", "none"), False, REPO),
         (hub, ("a/b/c",), False, "not a hub id: 'a/b/c' (expected owner/name)"),
-        (None, ("a/b",), False, not_downloaded),  # nobody answers
+        (None, ("a/b",), False, not_downloaded),  # no server
         (None, ("a/b",), True, not_downloaded),
     ):
         status, printed, error = download(asked, tmp_path, *arguments, offline=offline)
@@ -431,7 +431,7 @@ def test_refusals_of_the_hub(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_a_download_that_fails_in_the_middle(hub: Hub, tmp_path: Path) -> None:
-    """Complete files are kept: the next call fetches only the rest."""
+    """Complete files are kept. The next call downloads only the rest."""
     hub.lost = {WEIGHTS}
     status, printed, error = download(hub, tmp_path, REPO)
     assert (status, printed, error.count("error: ")) == (2, "", 1), error

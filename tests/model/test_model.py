@@ -1,4 +1,4 @@
-"""The forward pass against float64: of whole texts and of a generation."""
+"""The forward pass against float64, over whole texts and during generation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ run_every = jax.jit(forward, static_argnames=("config", "window", "every"))
 
 
 def same(a, b, tolerance: float = 1e-5) -> None:
-    """Two pytrees of numbers, to a tolerance relative to their size."""
+    """Compares two pytrees of arrays, with a tolerance relative to their magnitude."""
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         x, y = np.asarray(x), np.asarray(y)
         np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * max(1, np.abs(y).max()))
@@ -74,7 +74,7 @@ def rope_of(factor: float | None, *, head_dim: int = 64, theta: float = 500000.0
     ids=["unscaled", "Llama 3", "Llama 3.1", "Llama 3.2"],
 )
 def test_rotations_to_the_end_of_the_context(config: ModelConfig) -> None:
-    """No further off than what rounding the frequency and the product to float32 may cost."""
+    """The error is at most that of rounding the frequency and the product to float32."""
     frequencies = reference.inverse_frequencies(config)
     np.testing.assert_allclose(inverse_frequencies(config), frequencies, rtol=1e-7)
     positions = np.array([[0, 1, 2, 63, 200, 8191], [8192, 16384, 50001, 99999, 131070, 131071]])
@@ -99,10 +99,10 @@ def test_rotations_to_the_end_of_the_context(config: ModelConfig) -> None:
     ],
     ids=lambda config: str(config)[:160],
 )
-def test_against_float64(config) -> None:
-    """Logits of every position and each statistic of the last, from weights and tokens alone.
+def test_forward_equals_float64(config) -> None:
+    """Compares logits of every position, and the statistics of the last one.
 
-    Defect 10: epsilon and RoPE's numbers stood in the code.
+    Defect 10: epsilon and the parameters of RoPE were constants in the code.
     """
     params = random_params(config, seed=2)
     tokens = random_tokens(config, 70)
@@ -120,7 +120,7 @@ def test_against_float64(config) -> None:
 @pytest.mark.parametrize("large", [True, False])
 @pytest.mark.parametrize("new", [256, 48], ids=["blocks", "part of a block"])
 def test_attention_of_many_tokens(new: int, large: bool, monkeypatch) -> None:
-    """Of rows that begin at different positions, in blocks and at once, against float64."""
+    """Rows start at different positions. Compares blocks and a single pass with float64."""
     monkeypatch.setattr(attention, "_LARGE", 0 if large else 1 << 40)
     rng, window = np.random.default_rng(0), 300
     query = rng.normal(size=(2, new, 6, 8))
@@ -140,7 +140,7 @@ def test_attention_of_many_tokens(new: int, large: bool, monkeypatch) -> None:
 @pytest.mark.parametrize("activations", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("changes", [{}, {"qkv_bias": True, "qk_norm": True}], ids=str)
 def test_bfloat16_weights(tokens, changes: dict[str, bool], activations) -> None:
-    """Wide activations compute what float32 weights of the same values do; narrow ones nearly."""
+    """Float32 activations equal float32 weights with the same values. bfloat16 ones are close."""
     config = tiny_config(**changes)
     narrow = random_params(config, dtype=jnp.bfloat16)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), narrow)
@@ -164,7 +164,7 @@ def test_bfloat16_weights(tokens, changes: dict[str, bool], activations) -> None
 
 
 def test_every_position_has_its_own_statistics(params, tokens) -> None:
-    """Of a chunk in the middle of a text: those of the passes that end at each position."""
+    """In a chunk within a text, they equal those of passes that end at each position."""
     cache = fill_unused(init_cache(TINY, 2, 64, jnp.dtype(jnp.float32)), np.nan)
     batch = jnp.asarray(np.stack([tokens[0, :20], random_tokens(TINY, 20, seed=5)]))
     first = jnp.asarray([9, 4], jnp.int32)
@@ -194,13 +194,13 @@ BUDGETS = [12, 20, 1]
 
 @pytest.fixture(scope="module")
 def generated(params):
-    """Three greedy rows, in one loop: the final state and the records."""
+    """The final state and the records of three greedy rows in one loop."""
     return generate(params, TINY, PROMPTS, BUDGETS, capacity=96)
 
 
 @pytest.mark.parametrize("row", range(3))
 def test_defect_01_generation_against_float64(params, generated, row: int) -> None:
-    """Every token, log-probability and metric of a row, from one pass over its finished text.
+    """Compares tokens, log-probabilities and metrics of a row with one pass over its finished text.
 
     Defect 1: the position advanced before the first step, which skipped a slot of the cache.
     """

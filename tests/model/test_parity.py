@@ -1,7 +1,6 @@
-"""The same folder read by `transformers` and by this package: the same numbers from a prompt, step
-by step and on two devices.
-
-Folders are written by `transformers` itself; no bias is 0 and no norm is 1.
+"""`transformers` and this package read the same folder, and agree on prompts, single steps and two
+devices.
+`transformers` writes the folders. No bias is 0 and no norm is 1.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def rope(factor: float, kind: str = "llama3") -> dict[str, Any]:
     return {"rope_parameters": own}
 
 
-# Each family tied and untied, and what else its file may say.
+# Each family tied and untied, with other keys that its file may have.
 VARIANTS: dict[tuple[str, bool], dict[str, Any]] = {
     ("llama", True): rope(32.0),
     ("llama", False): {**rope(8.0), "head_dim": 12, "rms_norm_eps": 1e-2, "num_key_value_heads": 1},
@@ -77,8 +76,8 @@ VARIANTS: dict[tuple[str, bool], dict[str, Any]] = {
 
 
 @dataclass
-class Made:
-    """A model in a folder, and what `transformers` says of texts."""
+class ModelPair:
+    """A model in a folder, and the same model in `transformers`."""
 
     folder: Path
     config: ModelConfig
@@ -86,11 +85,11 @@ class Made:
     model: Any  # of transformers
 
     def theirs(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Logits [B, T, V] and attention weights [B, L, N, T, T] of tokens [B, T]."""
+        """Returns logits [B, T, V] and attention weights [B, L, N, T, T] of tokens [B, T]."""
         return theirs(self.model, tokens)
 
 
-Maker = Callable[..., Made]
+Maker = Callable[..., ModelPair]
 
 
 def theirs(model: Any, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -120,12 +119,12 @@ def made(
     torch: ModuleType, transformers: ModuleType, tmp_path_factory: pytest.TempPathFactory
 ) -> Maker:
     @cache
-    def make(family: str, tied: bool) -> Made:
+    def make(family: str, tied: bool) -> ModelPair:
         model = build(torch, transformers, family, tied)
         folder = tmp_path_factory.mktemp("family")
         model.save_pretrained(folder)
         own = load_model_config(folder)
-        return Made(folder, own, load_params(folder, own, "float32"), model)
+        return ModelPair(folder, own, load_params(folder, own, "float32"), model)
 
     return make
 
@@ -138,7 +137,7 @@ def tokens() -> np.ndarray:
 def prefilled(
     params: Params, config: ModelConfig, tokens: np.ndarray, mesh: Mesh | None = None
 ) -> tuple[np.ndarray, AttnStats, KVCache]:
-    """Both prompts in one call: logits [2, PROMPT, V], and the rest of `forward`'s."""
+    """Prefills both prompts in one call. Returns logits [2, PROMPT, V], statistics and cache."""
     cache = init_cache(config, 2, CONTEXT, jnp.dtype(jnp.float32))
     cache = cache if mesh is None else place(cache, row_shardings(mesh, cache))
     prompt, count = jnp.asarray(tokens[:, :PROMPT]), jnp.asarray(COUNTS)
@@ -147,7 +146,7 @@ def prefilled(
 
 
 def check_stats(stats: AttnStats, row: int, weights: np.ndarray) -> None:
-    """A row's statistics against the attention weights [L, N, n] of its last position."""
+    """Checks a row's statistics against the attention weights [L, N, n] of its last position."""
     for name, function in (
         ("entropy", reference.entropy_bits),
         ("varentropy", reference.varentropy_bits),
@@ -165,7 +164,7 @@ def close(got: np.ndarray | jax.Array, want: np.ndarray) -> None:
 variants = pytest.mark.parametrize(
     ("family", "tied"), VARIANTS, ids=[f"{f}, {'tied' if t else 'untied'}" for f, t in VARIANTS]
 )
-# Of these one each. Mistral, apart from its window, and SmolLM3's weights are Llama's.
+# One variant of each. Except for Mistral's window, Mistral and SmolLM3 have the weights of Llama.
 KIN = {"mistral": False, "qwen2": True, "qwen3": True, "smollm3": False}
 assert {"llama", *KIN} == set(MODEL_TYPES)
 
@@ -175,8 +174,10 @@ def kin(*names: str) -> pytest.MarkDecorator:
 
 
 @variants
-def test_a_prompt(made: Maker, tokens: np.ndarray, family: str, tied: bool) -> None:
-    """Logits of every position, and the attention of the last one."""
+def test_prompts_equal_transformers(
+    made: Maker, tokens: np.ndarray, family: str, tied: bool
+) -> None:
+    """Compares the logits of every position, and the attention of the last one."""
     model = made(family, tied)
     want, weights = model.theirs(tokens)
     assert want.std() > 0.5
@@ -187,8 +188,8 @@ def test_a_prompt(made: Maker, tokens: np.ndarray, family: str, tied: bool) -> N
 
 
 @kin(*KIN)
-def test_steps(made: Maker, tokens: np.ndarray, family: str, tied: bool) -> None:
-    """To the end of the context, a token of each row at a time."""
+def test_steps_equal_transformers(made: Maker, tokens: np.ndarray, family: str, tied: bool) -> None:
+    """Runs one token per row and step, to the end of the context."""
     model = made(family, tied)
     want, weights = model.theirs(tokens)
     _, _, cache = prefilled(model.params, model.config, tokens)
@@ -203,8 +204,8 @@ def test_steps(made: Maker, tokens: np.ndarray, family: str, tied: bool) -> None
 
 
 @kin("qwen2", "qwen3")
-def test_two_devices(made: Maker, tokens: np.ndarray, family: str, tied: bool) -> None:
-    """Heads, their biases, the MLP and the vocabulary in two parts each."""
+def test_two_devices_equal_one(made: Maker, tokens: np.ndarray, family: str, tied: bool) -> None:
+    """Heads, their biases, the MLP and the vocabulary are split into two parts each."""
     model = made(family, tied)
     mesh = parse_mesh("model=2", jax.devices()[:2])
     shardings = param_shardings(mesh, model.config)
@@ -222,19 +223,19 @@ def test_two_devices(made: Maker, tokens: np.ndarray, family: str, tied: bool) -
     np.testing.assert_allclose(stats.entropy, plain.entropy, atol=1e-5)
 
 
-# Llama's files in other forms.
+# Other forms of Llama's files.
 
 
 def ours(folder: Path, tokens: np.ndarray, dtype: str = "float32") -> np.ndarray:
-    """Logits [1, T, V]."""
+    """Returns this package's logits, [1, T, V]."""
     files = open_folder(folder)
     params = read_params(files.tensors, files.config, dtype)
     logits, _, _ = teacher_forced(params, files.config, tokens)
     return np.asarray(logits)
 
 
-def test_shards_and_the_old_spelling(made: Maker, tokens: np.ndarray, tmp_path: Path) -> None:
-    """The configuration as transformers wrote it before version 5."""
+def test_shards_and_the_old_configuration(made: Maker, tokens: np.ndarray, tmp_path: Path) -> None:
+    """Reads the configuration in the format before transformers 5."""
     model = made("llama", False)
     model.model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
@@ -248,11 +249,11 @@ def test_shards_and_the_old_spelling(made: Maker, tokens: np.ndarray, tmp_path: 
     close(ours(tmp_path, tokens[:1]), model.theirs(tokens[:1])[0])
 
 
-def test_bfloat16_and_what_is_saved(
+def test_bfloat16_and_saved_weights(
     torch: ModuleType, transformers: ModuleType, tmp_path: Path, tokens: np.ndarray
 ) -> None:
-    """Read as bfloat16 and as float32, both computing in float32: both are the widened model. And
-    other weights, saved by this package into the same folder."""
+    """Weights read as bfloat16 and as float32 equal the widened model, both computed in float32.
+    Other weights, saved by this package into the same folder, do too."""
     build(torch, transformers, "llama", True).to(torch.bfloat16).save_pretrained(tmp_path)
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     read = partial(transformers.LlamaForCausalLM.from_pretrained, tmp_path, **options)
@@ -267,13 +268,13 @@ def test_bfloat16_and_what_is_saved(
 
 
 def stored_head(tensors: dict[str, Any], raw: dict[str, Any]) -> None:
-    """A head of its own where the configuration ties it to the embedding."""
+    """Stores a separate head, although the configuration ties it to the embedding."""
     raw["tie_word_embeddings"] = True
     assert not np.array_equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
 
 
 def several_types(tensors: dict[str, Any], raw: dict[str, Any]) -> None:
-    """Matrices in bfloat16, norms in float32, and float16 in the configuration."""
+    """Stores matrices in bfloat16 and norms in float32, with float16 in the configuration."""
     for name in [name for name, tensor in tensors.items() if tensor.ndim == 2]:
         tensors[name] = tensors[name].astype(ml_dtypes.bfloat16)
     raw["dtype"] = "float16"
@@ -299,7 +300,7 @@ def test_unusual_folders(
     tmp_path: Path,
     change: Callable[[dict[str, Any], dict[str, Any]], None],
 ) -> None:
-    """Folders that no `save_pretrained` writes, and that both packages load."""
+    """Both packages load folders that `save_pretrained` never writes."""
     shutil.copytree(made("llama", False).folder, tmp_path, dirs_exist_ok=True)
     file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
     tensors, raw = load_file(file), json.loads(config.read_text())
@@ -314,7 +315,7 @@ def test_unusual_folders(
 def test_greedy_tokens(
     torch: ModuleType, transformers: ModuleType, tmp_path: Path, tokens: np.ndarray
 ) -> None:
-    """64 tokens in a row, and two rows of unlike length in one batch."""
+    """Generates 64 tokens for two prompts of different lengths in one batch."""
     shape = {"head_dim": 8, "rms_norm_eps": 1e-5, "num_key_value_heads": 2, "eos_token_id": None}
     model = build(torch, transformers, "llama", False, **rope(32.0), **shape)
     model.save_pretrained(tmp_path)
@@ -329,5 +330,5 @@ def test_greedy_tokens(
             written = model.generate(torch.tensor([prompt]), attention_mask=mask, **options)
         want = written[0].tolist()
         assert len(want) == len(prompt) + 64
-        assert len(set(want[len(prompt) :])) > 4  # no row that merely repeats one token
+        assert len(set(want[len(prompt) :])) > 4  # not a repetition of few tokens
         assert state.history[row, : len(want)].tolist() == want

@@ -1,7 +1,7 @@
-"""Any schedule of one model: prompts in chunks, steps, tokens taken back, rows begun again.
+"""Random schedules of one model: prompts in chunks, steps, retracted tokens, restarted rows.
 
-The logits are those of one teacher-forced pass over the text, in float64, whatever the unused slots
-hold. Schedules of a whole engine are those of `engine.test_host_forks`.
+The logits equal one teacher-forced pass over the text in float64, with any values in unused slots.
+Schedules of a whole engine are in `engine.test_host_forks`.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def small_params(kind: str) -> Params:
 
 @dataclass
 class Text:
-    """A row's tokens, and the logits that were given after each."""
+    """A row's tokens, and the logits after each."""
 
     tokens: list[int] = field(default_factory=list)
     logits: list[np.ndarray] = field(default_factory=list)
 
 
 def check_text(kind: str, text: Text) -> None:
-    """The logits of a text are those of one pass over it."""
+    """Checks that the logits of a text equal one pass over it."""
     if text.tokens:
         whole, _ = reference.forward(small_params(kind), KINDS[kind], np.array(text.tokens))
         close(np.stack(text.logits), whole)
@@ -60,7 +60,7 @@ rows = st.integers(0, ROWS - 1)
 
 @examples(40)
 @given(st.sampled_from(sorted(KINDS)), st.data())
-def test_any_schedule_of_reads(kind: str, data: st.DataObject) -> None:
+def test_random_schedules_of_reads(kind: str, data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     slots = init_cache(KINDS[kind], ROWS, SLOTS, jnp.dtype(jnp.float32))
     texts = [Text() for _ in range(ROWS)]
@@ -86,7 +86,7 @@ def test_any_schedule_of_reads(kind: str, data: st.DataObject) -> None:
 def read(
     kind: str, slots: KVCache, texts: list[Text], count: np.ndarray, rng: np.random.Generator
 ) -> KVCache:
-    """As many new tokens of each row, as far as there is room; padding is junk, too."""
+    """Reads `count` new tokens of each row, limited by the capacity. Padding is random."""
     size = 1 if count.max() <= 1 else CHUNK
     lengths = np.array([len(text.tokens) for text in texts])
     count = np.minimum(count, SLOTS - lengths)

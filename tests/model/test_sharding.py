@@ -1,4 +1,4 @@
-"""Many devices: meshes and shardings, and that rows on eight devices come out as on one."""
+"""Meshes, shardings, and rows on eight devices compared with one."""
 
 import os
 import pickle
@@ -25,8 +25,8 @@ from tests.support.samplers import LANES
 
 ROOT = Path(__file__).parents[2]
 
-# Tolerance relative to the largest value of an array: eight devices add float32 values in another
-# order. Measured 1.1e-5 on an AMD EPYC.
+# Tolerance relative to the largest value of an array, since eight devices add float32 values in
+# another order. We measured 1.1e-5 on an AMD EPYC.
 ROUNDING = 5e-5
 
 
@@ -51,7 +51,7 @@ def tiny() -> LanguageModel:
 # Meshes and shardings.
 
 
-def test_a_mesh_is_read() -> None:
+def test_parse_mesh() -> None:
     for text, devices, sizes in (
         (None, 2, (2, 1)),
         ("data=1", 1, (1, 1)),
@@ -78,16 +78,14 @@ def test_a_mesh_is_read() -> None:
         ("model=2", {"mlp_width": 47}, 4, "mesh data=1,model=2: 47 units of the MLP cannot be"),
     ],
 )
-def test_what_cannot_be_split_is_refused(
-    mesh: str, changes: dict[str, int], slots: int, message: str
-) -> None:
+def test_check_mesh(mesh: str, changes: dict[str, int], slots: int, message: str) -> None:
     with pytest.raises(UserError, match=f"^{message}"):
         check_mesh(mesh_of_two(mesh), tiny_config(**changes), slots)
     check_mesh(mesh_of_two(mesh), tiny_config(vocab_size=63), 4)
 
 
 def test_weights_are_loaded_onto_their_devices(tiny: LanguageModel) -> None:
-    """A vocabulary that cannot be split, as this one, leaves its matrices whole, and only them."""
+    """The vocabulary cannot be split evenly, so its matrices, and no others, are replicated."""
     spread = load("tiny", mesh=mesh_of_two("model=2"))
     wanted = jax.tree.leaves(param_shardings(mesh_of_two("model=2"), tiny.config))
     leaves = (jax.tree.leaves(model.params) for model in (tiny, spread))
@@ -110,9 +108,9 @@ def test_weights_are_loaded_onto_their_devices(tiny: LanguageModel) -> None:
 @pytest.mark.parametrize("mesh", ["data=2", "model=2"])
 @pytest.mark.parametrize("length", [24, 8])
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])
-def test_the_embedded_model_s_logits(mesh: str, weights: str, length: int) -> None:
-    """Its vocabulary of 1249 is not split. Of two rows of 8 the vectors are few enough to be split
-    into terms."""
+def test_logits_of_the_embedded_model(mesh: str, weights: str, length: int) -> None:
+    """The vocabulary of 1249 is not split. The vectors of two rows of 8 tokens are few enough to be
+    split into terms."""
     tokens = np.random.default_rng(0).integers(0, 1244, (2, length), dtype=np.int32)
     count = np.array([length, length - 7], np.int32)
 
@@ -131,8 +129,8 @@ def test_the_embedded_model_s_logits(mesh: str, weights: str, length: int) -> No
 
 
 @pytest.mark.slow
-def test_the_rows_do_all_that_rows_do(outcomes: dict[str, Outcome]) -> None:
-    """What the other tests compare is worth comparing."""
+def test_the_compared_rows_use_all_actions(outcomes: dict[str, Outcome]) -> None:
+    """Branches, waits for lanes, backspace and ended rows all occur."""
     one = outcomes[""]
     branched = np.array([any(line.branches for line in lines) for lines in one.lines])
     assert {len(line.branches) for line in one.lines[-1]} == {0, 1}
@@ -149,8 +147,8 @@ def test_the_rows_do_all_that_rows_do(outcomes: dict[str, Outcome]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_rows_are_the_same_on_every_mesh(outcomes: dict[str, Outcome], mesh: str) -> None:
-    """Every token, count, flag and branch, however long a fork waits for lanes, and every number
-    within rounding."""
+    """Tokens, counts, flags and branches are equal, however long a fork waits for lanes, and floats
+    are equal up to rounding."""
     one, many = outcomes[""], outcomes[mesh]
     for expected, got in zip(one.lines, many.lines, strict=True):
         assert [line.exact for line in got] == [line.exact for line in expected]
@@ -158,14 +156,14 @@ def test_rows_are_the_same_on_every_mesh(outcomes: dict[str, Outcome], mesh: str
             assert np.abs(a.numbers - b.numbers).max() <= ROUNDING * np.abs(a.numbers).max()
     compare(one.states[-1], many.states[-1])
     compare(one.answered, many.answered)
-    # A row that waits holds all shards, as it holds all rows of one device.
+    # A row that waits blocks all shards, as it blocks all rows of one device.
     assert not any(records.live.any() for records in [*one.held, *many.held])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
-def test_the_state_lies_where_the_rules_say(outcomes: dict[str, Outcome], mesh: str) -> None:
-    """After each call, whose donated buffers are gone; the program takes its own result again."""
+def test_the_state_keeps_its_sharding(outcomes: dict[str, Outcome], mesh: str) -> None:
+    """Calls free donated buffers and keep the sharding, so a result is a valid input again."""
     parts = dict(part.split("=") for part in mesh.split(","))
     outcome = outcomes[mesh]
     assert outcome.kept
@@ -179,17 +177,17 @@ def test_the_state_lies_where_the_rules_say(outcomes: dict[str, Outcome], mesh: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lanes", [False, True])
-def test_data_shards_exchange_flags_alone(outcomes: dict[str, Outcome], lanes: bool) -> None:
+def test_data_shards_exchange_only_flags(outcomes: dict[str, Outcome], lanes: bool) -> None:
     """Branches stay on the device of their row."""
     collectives = collectives_of(outcomes["data=8"].texts[lanes])
     assert {c.kind for c in collectives} == {"all-reduce"}
-    assert {c.elements for c in collectives} == {1, 2}  # of one flag, or of two at once
+    assert {c.elements for c in collectives} == {1, 2}  # one flag, or two at once
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lanes", [False, True])
-def test_what_the_model_axis_exchanges(outcomes: dict[str, Outcome], lanes: bool) -> None:
-    """Logits are gathered once; otherwise hidden states and means over heads are summed up."""
+def test_collectives_of_the_model_axis(outcomes: dict[str, Outcome], lanes: bool) -> None:
+    """Logits are gathered once. All other collectives sum hidden states and means over heads."""
     devices = np.arange(8).reshape(2, 4)
     of_model = {frozenset(row.tolist()) for row in devices}
     of_data = {frozenset(column.tolist()) for column in devices.T}

@@ -1,4 +1,4 @@
-"""Tokens are written to the cache where they belong, in whichever way."""
+"""Writes to the cache, on a CPU and in the form for a TPU."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ on_tpu = {
 @DTYPES
 @SHAPES
 @pytest.mark.parametrize("tokens", [1, 7, 64])
-def test_as_on_a_tpu(positions: int, head_dim: int, tokens: int, dtype: Any) -> None:
-    """Rows that write nothing, past their end, and rows beyond the written ones keep what they
-    have."""
+def test_writes_equal_the_tpu_form(positions: int, head_dim: int, tokens: int, dtype: Any) -> None:
+    """Rows with no new token, rows past their end, and rows beyond the written ones do not
+    change."""
     start = np.array([0, 5, positions - 1, positions, 17, positions // 2], np.int32)
     count = np.array([1, 0, tokens, 1, tokens, (tokens + 1) // 2], np.int32)
     rng = np.random.default_rng(1)
@@ -45,9 +45,9 @@ def test_as_on_a_tpu(positions: int, head_dim: int, tokens: int, dtype: Any) -> 
 
 @DTYPES
 @SHAPES
-def test_runs_of_other_rows_are_copied(positions: int, head_dim: int, dtype: Any) -> None:
-    """Whole rows, one from the middle, and one that ends with the cache, 8 positions at once. The
-    last run is past the number of them."""
+def test_copy_runs(positions: int, head_dim: int, dtype: Any) -> None:
+    """Copies whole rows, one from the middle, and one that ends with the cache, in blocks of 8. The
+    last run is beyond `number`, so it is not copied."""
     number, block = 4, 8
     source, target = np.array([0, 2, 6, 4, 5], np.int32), np.array([1, 3, 7, 5, 0], np.int32)
     start = np.array([0, 9, 0, positions - 3, 0], np.int32)
