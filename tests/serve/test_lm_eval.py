@@ -1,4 +1,4 @@
-"""The lm-evaluation-harness's clients of the OpenAI API get what it gets in process."""
+"""The harness's OpenAI API clients get the same results as the harness in process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def completions(running: Running, **options: Any) -> Any:
     return LocalCompletionsAPI(base_url=f"{running.url}/v1/completions", **usual, **options)
 
 
-def test_log_likelihoods(running: Running, here: EntropixLM) -> None:
+def test_served_log_likelihoods_equal_local_ones(running: Running, here: EntropixLM) -> None:
     pairs = [
         (one.prompt, answer) for one in SUMS for answer in (" 1", f" {one.answer}", " Rita sang")
     ]
@@ -52,7 +52,7 @@ def test_log_likelihoods(running: Running, here: EntropixLM) -> None:
     assert {greedy for _, greedy in there} == {True, False}
 
 
-def test_generations_and_chats(running: Running, here: EntropixLM) -> None:
+def test_served_texts_equal_local_ones(running: Running, here: EntropixLM) -> None:
     options = {"until": ["\n"], "max_gen_toks": 24, "do_sample": False}
     asked = ask("generate_until", *((one.prompt, options) for one in SUMS))
     wanted = here.generate_until(asked, disable_tqdm=True)

@@ -1,4 +1,4 @@
-"""The live page in a browser: on a server with the engine, and under a stream that is played."""
+"""The live page in a browser, on a server with the engine, and with a recorded stream."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def shown(running: Running, browser: Any) -> Iterator[Watched]:
 
 @pytest.fixture
 def page(shown: Watched, running: Running) -> Any:
-    """The page with a text that has ended."""
+    """The page with a finished text."""
     open_page(shown, running)
     generate(shown.page)
     return shown.page
@@ -52,7 +52,7 @@ def open_page(one: Watched, running: Running) -> Any:
 
 @pytest.fixture
 def fresh(browser: Any) -> Iterator[Watched]:
-    """A browser of its own."""
+    """A separate browser."""
     one = Watched(browser, viewport={"width": 1440, "height": 900})
     yield one
     assert one.messages == []
@@ -69,7 +69,7 @@ def generate(page: Any, prompt: str = "Guests:", **changes: Any) -> None:
 
 
 def settled(page: Any, texts: int) -> None:
-    """Waits until so many texts are in the tree, and all have ended."""
+    """Waits until the tree has a number of texts, and all have ended."""
     page.wait_for_selector(f"#tree-list li:nth-child({texts})")
     page.wait_for_selector(IDLE, state="attached")
     page.wait_for_selector("#save-trace:enabled")
@@ -94,7 +94,7 @@ def tokens(page: Any, number: int = 0) -> list[str]:
 
 
 def complete(running: Running, **changes: Any) -> list[dict[str, Any]]:
-    """The tokens of the same text, asked for without the page."""
+    """Returns the tokens of the same text, requested without the page."""
     body = {"model": "tiny", "prompt": "Guests:", "max_tokens": 60, "seed": 3}
     own = {"tokens": True, "details": True, "sampler": OWN | changes}
     asked = httpx.post(f"{running.url}/v1/completions", json=body | {"entropix": own}, timeout=60)
@@ -110,7 +110,7 @@ def texts_of(records: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def test_the_text_is_the_servers_and_a_token_tells_what_else(page: Any, running: Running) -> None:
+def test_the_text_equals_the_servers_and_tokens_have_details(page: Any, running: Running) -> None:
     expected = complete(running)
     assert tokens(page) == texts_of(expected)
     lines = "[node.textContent, node.getClientRects().length]"
@@ -142,7 +142,7 @@ def test_an_example_is_generated(fresh: Watched, running: Running) -> None:
     assert page.locator("#examples").is_hidden()
 
 
-def test_a_chat_comes_first_for_chat_models(fresh: Watched, running: Running) -> None:
+def test_chat_is_the_default_for_chat_models(fresh: Watched, running: Running) -> None:
     def change(route: Any) -> None:
         answer = route.fetch().json()
         answer["data"][0]["entropix"]["chat"] = True
@@ -155,7 +155,7 @@ def test_a_chat_comes_first_for_chat_models(fresh: Watched, running: Running) ->
     assert "message" in page.get_attribute("#prompt", "placeholder")
 
 
-def test_an_alternative_goes_on_and_is_undone(page: Any) -> None:
+def test_an_alternative_is_continued_and_undone(page: Any) -> None:
     before = tokens(page)
     for at in (5, 8):  # the token of the text is no choice
         page.click(f"#text-0 .token:not(.retracted) >> nth={at}")
@@ -189,8 +189,8 @@ def test_an_alternative_goes_on_and_is_undone(page: Any) -> None:
     assert tokens(page) == after
 
 
-def test_a_box_within_one_before_it_is_not_drawn(page: Any) -> None:
-    """No token is ever in it. One that only overlaps stays, as does one that comes first."""
+def test_a_box_within_an_earlier_box_is_not_drawn(page: Any) -> None:
+    """Such a box never contains a token. A box that only overlaps, or comes first, is drawn."""
     kept = page.evaluate("""async () => {
         const { boundsOf } = await import("/static/regimes.js");
         const condition = ([quantity, sign, value]) => ({ quantity, sign, value });
@@ -207,12 +207,12 @@ def test_a_box_within_one_before_it_is_not_drawn(page: Any) -> None:
 
 
 def thresholds(page: Any) -> list[float]:
-    """The values of the sliders: h1, h2, u1, u2."""
+    """Returns the values of the sliders: h1, h2, u1, u2."""
     return each(page, "#knobs input[type=number]", "Number(node.value)")
 
 
-def take(page: Any, axis: str) -> tuple[float, float]:
-    """Finds the first threshold along an axis of the plane, takes it, and returns its pixel."""
+def grab_threshold(page: Any, axis: str) -> tuple[float, float]:
+    """Presses the mouse on the first threshold along an axis of the plane. Returns its pixel."""
     plane = page.locator("#plane")
     plane.scroll_into_view_if_needed()
     box = plane.bounding_box()
@@ -235,12 +235,12 @@ def take(page: Any, axis: str) -> tuple[float, float]:
 
 
 def test_a_dragged_threshold_regenerates_the_text(page: Any, running: Running) -> None:
-    """As if the text had been made with the new threshold."""
+    """The text equals one generated with the new threshold."""
     before = complete(running)
     h1, *others = thresholds(page)
     told = each(page, "#knobs output", "node.textContent")
     assert all(text.endswith(" % of this model's answers") for text in told)
-    x, y = take(page, "x")
+    x, y = grab_threshold(page, "x")
     page.mouse.move(x - 60, y)
     page.mouse.move(x - 140, y)
     page.wait_for_selector("#first:not(:empty)")
@@ -255,7 +255,7 @@ def test_a_dragged_threshold_regenerates_the_text(page: Any, running: Running) -
 
 
 def test_thresholds_as_units_regenerate_the_text(page: Any, running: Running) -> None:
-    """Tokens that keep their regime change, too."""
+    """Tokens whose regime does not change are regenerated, too."""
     units = {"metrics.units": "thresholds"}
     generate(page, **units)
     settled(page, 2)
@@ -295,7 +295,7 @@ def test_a_slider_by_keys_and_another_setting(page: Any, running: Running) -> No
 def test_regeneration_starts_where_a_decision_can_change(
     page: Any, sampler: dict[str, Any], back: int
 ) -> None:
-    """That is before the first changed decision if the row may step back from there."""
+    """Regeneration starts before the first changed decision if the row may step back from there."""
     found = page.evaluate(
         """async (sampler) => {
             const { firstChange } = await import("/static/decisions.js");
@@ -329,7 +329,7 @@ def test_choices_and_messages_are_saved(page: Any, tmp_path: Path) -> None:
     assert "<html" in saved(page, tmp_path, "report").read_text("utf-8")[:1000]
 
 
-def test_a_branch_that_lost_goes_on(page: Any) -> None:
+def test_a_rejected_branch_is_continued(page: Any) -> None:
     change(page, "arms.helv", "branch")
     settled(page, 2)
     page.click("#text-0 .token.branch-start >> nth=0")
@@ -344,7 +344,7 @@ def test_a_branch_that_lost_goes_on(page: Any) -> None:
 
 
 def test_continuations_of_a_search_are_in_the_tree(fresh: Watched, running: Running) -> None:
-    """At the tokens where they part. Each is shown, compared and continued as any other text."""
+    """Continuations start where they diverge, and can be shown, compared and continued."""
     own = {f"thresholds.{name}": value for name, value in (("h1", 0.5), ("h2", 1.2), ("u1", 0.5))}
     own["thresholds.u2"] = 0.5
     prompt = "Then Adam went to the market."
@@ -390,7 +390,7 @@ def test_continuations_of_a_search_are_in_the_tree(fresh: Watched, running: Runn
     assert page.locator("#tree-list li").count() == 0
 
 
-def test_a_chat_goes_on(page: Any) -> None:
+def test_a_chat_is_continued(page: Any) -> None:
     page.check("#chat")
     ask(page, "What is 1 + 1?", 2)
     ask(page, "And then?\n" * 6 + "And then?", 3)
@@ -407,7 +407,7 @@ def test_a_chat_goes_on(page: Any) -> None:
     assert page.locator("#asked").text_content() == "user: Another"
 
 
-def test_errors_are_one_line(shown: Watched, page: Any) -> None:
+def test_page_errors_are_one_line(shown: Watched, page: Any) -> None:
     page.fill("#own", "base.nothing=1")
     page.click("#go")
     page.wait_for_selector("#failure:not([hidden])")
@@ -451,7 +451,7 @@ def focused(page: Any) -> str:
     return found
 
 
-def test_names_and_focus_stay_with_their_texts(page: Any) -> None:
+def test_names_and_focus_follow_their_texts(page: Any) -> None:
     page.click("#text-0 .token >> nth=5")
     page.locator("#details-body .choice[data-token]").nth(1).focus()
     page.keyboard.press("Enter")
@@ -478,7 +478,7 @@ def test_names_and_focus_stay_with_their_texts(page: Any) -> None:
 
 
 def pressed(page: Any, place: str, key: str, code: str) -> bool:
-    """Presses Alt and a key in an element; returns whether the page kept the key for itself."""
+    """Presses Alt and a key in an element. Returns whether the page handles the key."""
     kept: bool = page.evaluate(
         """([place, key, code]) => {
             const how = { key, code, altKey: true, bubbles: true, cancelable: true };
@@ -489,8 +489,8 @@ def pressed(page: Any, place: str, key: str, code: str) -> bool:
     return kept
 
 
-def test_keys_that_type_a_sign_do_nothing_else(page: Any) -> None:
-    """In fields; elsewhere they are the page's, whatever they would type."""
+def test_keys_that_type_a_character_are_no_shortcuts_in_fields(page: Any) -> None:
+    """Outside fields they are shortcuts, whatever character they would type."""
     for place, key, code in (
         ("prompt", "π", "KeyP"),
         ("prompt", "{", "KeyB"),
@@ -506,8 +506,8 @@ def test_keys_that_type_a_sign_do_nothing_else(page: Any) -> None:
     assert page.locator("#tree-list li").count() == 0
 
 
-def test_a_key_that_would_type_a_sign_stops_the_text(fresh: Watched, running: Running) -> None:
-    """As on a Mac: Alt and S is ß."""
+def test_a_shortcut_that_types_a_character_stops_the_text(fresh: Watched, running: Running) -> None:
+    """On a Mac, Alt and S types ß."""
     page = open_page(fresh, running)
     play(page, running, 2000)
     page.click("#go")
@@ -576,7 +576,7 @@ def test_the_key_dialog_repeats_until_a_key_is_accepted(fresh: Watched, running:
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1440, "light")])
-def test_axe_finds_nothing(running: Running, browser: Any, width: int, scheme: str) -> None:
+def test_axe_finds_no_violations(running: Running, browser: Any, width: int, scheme: str) -> None:
     viewport = {"width": width, "height": 844}
     one = Watched(browser, viewport=viewport, color_scheme=scheme)
     page = open_page(one, running)
@@ -614,7 +614,7 @@ PLAYED = """(events) => {
 
 
 def stream(template: dict[str, Any], count: int) -> Iterator[str]:
-    """Events of up to 8 tokens, every 12th a fork, every 25th after a retracted one."""
+    """Yields events of up to 8 tokens, every 12th a fork, every 25th after a retracted one."""
     rng = random.Random(1)
     branches = [{"text": " a b", "tokens": [1, 2], "score": -1.0, "chosen": True}]
     branches.append({"text": " c", "tokens": [3], "score": -2.0, "chosen": False})
@@ -643,7 +643,7 @@ def about_row() -> str:
 
 
 def play(page: Any, running: Running, count: int) -> None:
-    """Answers the page's next request with a stream of so many tokens."""
+    """Answers the page's next request with a stream of `count` tokens."""
     events = {"stream": [*stream(complete(running)[0], count)], "about": about_row()}
     page.evaluate(PLAYED, events)
     page.fill("#prompt", "x")
@@ -658,8 +658,8 @@ COUNTED = """() => {
 }"""
 
 
-def test_a_new_token_redraws_no_other(running: Running, browser: Any) -> None:
-    """The page adds as many nodes for a text of 2,000 tokens as for ten of 200."""
+def test_a_new_token_does_not_redraw_others(running: Running, browser: Any) -> None:
+    """The page adds about as many nodes for a text of 2,000 tokens as for ten of 200."""
     added = []
     for count in (200, 2000):
         one = Watched(browser, viewport={"width": 1440, "height": 900})
@@ -676,7 +676,7 @@ def test_a_new_token_redraws_no_other(running: Running, browser: Any) -> None:
     assert 2000 < added[1] < 11 * added[0]
 
 
-def test_a_slider_that_moves_as_a_text_ends_counts(fresh: Watched, running: Running) -> None:
+def test_a_slider_moved_as_a_text_ends_has_an_effect(fresh: Watched, running: Running) -> None:
     page = open_page(fresh, running)
     play(page, running, 200)
     page.evaluate(
@@ -697,8 +697,8 @@ def test_a_slider_that_moves_as_a_text_ends_counts(fresh: Watched, running: Runn
     fresh.messages.clear()
 
 
-def test_equal_thresholds_are_dragged_apart(fresh: Watched, running: Running) -> None:
-    """By the direction of the pointer; the labels have values and percentiles."""
+def test_equal_thresholds_are_separated_by_dragging(fresh: Watched, running: Running) -> None:
+    """The direction of the pointer selects the threshold. Labels show values and percentiles."""
     page = open_page(fresh, running)
     play(page, running, 40)
     page.click("#go")
@@ -706,18 +706,18 @@ def test_equal_thresholds_are_dragged_apart(fresh: Watched, running: Running) ->
     h1, h2, u1, u2 = thresholds(page)
     assert u1 == u2
     assert shown_percentiles(page) == ["30 %", "70 %", "60 %", "60 %"]
-    x, y = take(page, "y")
+    x, y = grab_threshold(page, "y")
     page.mouse.move(x, y - 30)
     frames(page)
     higher = thresholds(page)
     assert higher[:3] == [h1, h2, u1]
     assert higher[3] > u2
     assert shown_percentiles(page)[3] == percent_of("varentropy", higher[3])
-    page.mouse.move(x, y + 30)  # it stops at the lower one
+    page.mouse.move(x, y + 30)  # it stops at the lower threshold
     frames(page)
     assert thresholds(page) == [h1, h2, u1, u2]
     page.mouse.up()
-    x, y = take(page, "y")
+    x, y = grab_threshold(page, "y")
     page.mouse.move(x, y + 30)
     frames(page)
     lower = thresholds(page)
@@ -728,7 +728,7 @@ def test_equal_thresholds_are_dragged_apart(fresh: Watched, running: Running) ->
 
 
 def shown_percentiles(page: Any) -> list[str]:
-    """Without whose answers they are of."""
+    """Returns the percentiles of the labels, without their source."""
     found = each(page, "#knobs output", "node.textContent")
     return [text.removesuffix(" of the generic table") for text in found]
 

@@ -1,4 +1,4 @@
-"""What a request may hold, and who may ask: nothing here reaches an engine."""
+"""Validation of requests, and access control. No test needs an engine."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def search(**own: Any) -> dict[str, Any]:
 
 
 def asking(model: LanguageModel, **options: Any) -> Iterator[Ask]:
-    """Sends a request to an application in this process, whose rows have no tokens."""
+    """Yields a function that sends requests to an in-process application with a fake engine."""
     with fake_server(model, queue=200, **options) as (engine, _, client), asyncio.Runner() as loop:
         engine.step(10**6)
 
@@ -67,7 +67,7 @@ def ask(tiny: LanguageModel) -> Iterator[Ask]:
 
 
 def refused(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
-    """The error of an answer in the API's form."""
+    """Returns the error of an answer in the API's format."""
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/json"
     (error,) = answer.json().values()
@@ -79,16 +79,16 @@ def refused(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
 # Bodies
 
 
-def test_each_body_is_taken(ask: Ask) -> None:
-    """Those that the cases below change."""
+def test_minimal_bodies_are_accepted(ask: Ask) -> None:
+    """The cases below change these bodies."""
     for path, body in PATHS.items():
         answer = ask("POST", path, json=body)
-        # The stand-in has no scores to give, and ends no row before its time.
+        # The fake engine returns no scores, and ends no row early.
         assert answer.status_code == 200, answer.text
 
 
 def cases(**bodies: str) -> list[tuple[str, str, Any]]:
-    """Each key of the JSON of a kind of body."""
+    """Returns path, name and value of each key in the JSON of a kind of body."""
     paths = {"text": TEXT, "chats": CHATS, "responses": RESPONSES}
     return [(paths[kind], *case) for kind in bodies for case in json.loads(bodies[kind]).items()]
 
@@ -127,14 +127,14 @@ ACCEPTED = cases(
 
 
 @pytest.mark.parametrize(("path", "name", "value"), ACCEPTED)
-def test_what_clients_send_is_accepted(ask: Ask, path: str, name: str, value: Any) -> None:
+def test_optional_keys_are_accepted(ask: Ask, path: str, name: str, value: Any) -> None:
     answer = ask("POST", path, json=PATHS[path] | {name: value})
     assert answer.status_code == 200, answer.text
     assert "warnings" not in answer.json()
 
 
 @pytest.mark.parametrize("path", [TEXT, CHATS, RESPONSES])
-def test_warnings_name_unknown_keys(ask: Ask, path: str) -> None:
+def test_warnings_contain_unknown_keys(ask: Ask, path: str) -> None:
     body = PATHS[path] | {"mirostat_tau": 5, "cache_prompt": True}
     found = ask("POST", path, json=body).json()["warnings"]
     ignored = "is unknown and was ignored"
@@ -142,13 +142,13 @@ def test_warnings_name_unknown_keys(ask: Ask, path: str) -> None:
 
 
 @pytest.mark.parametrize(("path", "name", "value"), UNSUPPORTED)
-def test_what_is_not_supported_is_named(ask: Ask, path: str, name: str, value: Any) -> None:
+def test_errors_contain_unsupported_keys(ask: Ask, path: str, name: str, value: Any) -> None:
     error = refused(ask("POST", path, json=PATHS[path] | {name: value}))
     form = f"'{name}'( is not|: only .+ is) supported by this server"
     assert re.fullmatch(form, error["message"])
     assert (error["param"], error["code"]) == (name, "unsupported_parameter")
     assert error["type"] == "invalid_request_error"
-    # What is null was not asked for.
+    # A null value counts as absent.
     assert ask("POST", path, json=PATHS[path] | {name: None}).status_code == 200
 
 
@@ -280,11 +280,11 @@ def test_what_is_not_supported_is_named(ask: Ask, path: str, name: str, value: A
         (SCORES, {"top": 21}, "top: "),
     ],
 )
-def test_values_that_are_wrong(ask: Ask, path: str, change: dict[str, Any], message: str) -> None:
+def test_errors_of_wrong_values(ask: Ask, path: str, change: dict[str, Any], message: str) -> None:
     assert message in refused(ask("POST", path, json=PATHS[path] | change))["message"]
 
 
-def test_a_repeated_prompt_needs_no_room_for_a_token(ask: Ask) -> None:
+def test_an_echoed_prompt_needs_no_room_for_a_token(ask: Ask) -> None:
     body = COMPLETION | ECHO | {"prompt": [1] * CONTEXT}
     assert ask("POST", TEXT, json=body).status_code == 200
 
@@ -313,7 +313,7 @@ def test_a_search_that_needs_more_alternatives(tiny: LanguageModel) -> None:
         choose(2)
 
 
-def test_bodies_that_are_no_bodies(ask: Ask) -> None:
+def test_errors_of_invalid_bodies(ask: Ask) -> None:
     def post(content: bytes, kind: str = "application/json; charset=utf-8") -> httpx.Response:
         headers = {"content-type": kind}
         return ask("POST", TEXT, content=content, headers=headers)
@@ -328,7 +328,7 @@ def test_bodies_that_are_no_bodies(ask: Ask) -> None:
     refused(post(b'{"model": "tiny", "prompt": "\\ud800"}'))
 
 
-def test_paths_and_methods_that_are_not_there(ask: Ask) -> None:
+def test_unknown_paths_methods_and_models(ask: Ask) -> None:
     assert "/v1/images" in refused(ask("POST", "/v1/images", json={}), 404)["message"]
     refused(ask("GET", TEXT), 405)
     for path, body in PATHS.items():
@@ -358,8 +358,8 @@ NAMES = [
     change=st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=5), VALUES, max_size=3),
     cut=st.integers(0, 3),
 )
-def test_any_body(path: str, base: bool, change: dict[str, Any], cut: int) -> None:
-    """Each is taken, or refused in one line, whatever it holds."""
+def test_random_bodies(path: str, base: bool, change: dict[str, Any], cut: int) -> None:
+    """Each body is accepted, or rejected with a one-line error."""
     kinds: dict[str, type[Body]] = {TEXT: Completion, CHATS: Chat}
     kinds |= {SCORES: Score, RESPONSES: Responses}
     raw = json.dumps((PATHS[path] if base else {}) | change).encode()
@@ -374,10 +374,10 @@ def test_any_body(path: str, base: bool, change: dict[str, Any], cut: int) -> No
     assert "\n" not in told["message"]
 
 
-# Who may ask
+# Access control
 
 
-def test_keys(tiny: LanguageModel, tmp_path: Path) -> None:
+def test_api_keys(tiny: LanguageModel, tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("one\n\n two \n")
     for ask in asking(tiny, keys=read_keys(path)):
@@ -397,15 +397,15 @@ def test_keys(tiny: LanguageModel, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "\n \n", "a b", "\u00e9", "a\x07"])
-def test_files_of_keys_that_are_refused(tmp_path: Path, text: str) -> None:
+def test_errors_of_key_files(tmp_path: Path, text: str) -> None:
     path = tmp_path / "keys"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=str(path)):
         read_keys(path)
 
 
-def test_pages_of_others(tiny: LanguageModel) -> None:
-    """Neither their scripts nor names that they make this machine's may ask."""
+def test_foreign_hosts_and_origins_are_rejected(tiny: LanguageModel) -> None:
+    """The checks prevent requests by scripts of other pages, and DNS rebinding."""
     own, friend = "http://localhost:8000", "https://friend.org"
     for ask in asking(tiny, origins=[friend], host="MyBox"):
         for host in "mybox:8000 localhost:1 127.0.0.1:8000 [::1]:80 10.0.0.7 friend.org".split():
@@ -433,7 +433,7 @@ def test_pages_of_others(tiny: LanguageModel) -> None:
 
 
 def test_the_page_needs_no_key(tiny: LanguageModel) -> None:
-    """And no other file is sent."""
+    """Only its static files are served."""
     for ask in asking(tiny, keys=["secret"]):
         document = ask("GET", "/")
         assert document.status_code == 200
@@ -449,7 +449,7 @@ def test_the_page_needs_no_key(tiny: LanguageModel) -> None:
             assert ask("GET", path).status_code == 404
 
 
-def test_parts_of_the_page_are_sent_once(ask: Ask) -> None:
+def test_parts_of_the_page_are_cached(ask: Ask) -> None:
     for path in ("/", "/static/live.js"):
         answer = ask("GET", path)
         tag = answer.headers["etag"]
@@ -458,7 +458,7 @@ def test_parts_of_the_page_are_sent_once(ask: Ask) -> None:
         assert ask("GET", path, headers={"if-none-match": '"other"'}).content == answer.content
 
 
-def test_no_cross_origin_requests_unless_asked_for(ask: Ask) -> None:
+def test_no_cross_origin_requests_by_default(ask: Ask) -> None:
     headers = {"origin": "https://friend.org", "access-control-request-method": "POST"}
     answer = ask("OPTIONS", TEXT, headers=headers)
     refused(answer, 403)
@@ -468,12 +468,12 @@ def test_no_cross_origin_requests_unless_asked_for(ask: Ask) -> None:
 @pytest.mark.parametrize(
     "origin", "* friend.org https:// https://a/b ftp://a http://a:x http://u@a".split()
 )
-def test_origins_that_no_browser_sends(origin: str) -> None:
+def test_invalid_origins_are_reported(origin: str) -> None:
     with pytest.raises(UserError, match="--allow-origin"):
         read_origin(origin)
 
 
-def test_origins_as_browsers_send_them() -> None:
+def test_origins_are_normalised() -> None:
     for same in ("https://friend.org", "http://localhost:5173", "http://example.org:443"):
         assert read_origin(same) == same
     assert read_origin("https://Example.org:443") == read_origin("https://example.org:")

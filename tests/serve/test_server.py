@@ -1,4 +1,4 @@
-"""The server over loopback, asked by a client that nobody here wrote: its rows are the engine's."""
+"""The server over loopback, with OpenAI's client. Its rows equal the engine's."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def generate(
     turn_end: bool = False,
     stop: Sequence[str] = (),
 ) -> list[Row]:
-    """What an engine of its own makes of a prompt, by the server's programs: none is compiled."""
+    """Generates rows in a separate engine with the server's programs, so that none is compiled."""
     chat = not isinstance(prompt, str)
     tokens = encode_prompt(model, prompt, chat=chat)
     specs = [Spec(tokens, str(number), max_new_tokens) for number in range(samples)]
@@ -87,7 +87,7 @@ def ids(tokens: Sequence[Any]) -> list[int]:
 
 
 def check_same(choice: Any, row: Row, text: str | None = None) -> None:
-    """A choice against the row of an engine of its own."""
+    """Compares a choice with the row of a separate engine."""
     assert (choice.text if text is None else text) == row.text
     told = choice.entropix
     assert ids(told["tokens"]) == [token.token_id for token in row.tokens]
@@ -101,8 +101,8 @@ def check_same(choice: Any, row: Row, text: str | None = None) -> None:
         assert here == [getattr(token, name) for token in row.tokens]
 
 
-def test_the_first_requests_wait_for_no_compiler(client: openai.OpenAI) -> None:
-    """Neither by the server's sampler, which forks, nor by the API's keys."""
+def test_the_first_requests_compile_nothing(client: openai.OpenAI) -> None:
+    """The warm-up covers the server's sampler, which forks, and the API's own keys."""
     programs: Any = (decode, prefill, insert, share_prefix)
     made = [program._cache_size() for program in programs]
     assert all(made)
@@ -113,7 +113,7 @@ def test_the_first_requests_wait_for_no_compiler(client: openai.OpenAI) -> None:
 
 
 def test_one_request_of_the_warm_up_forks(tiny: LanguageModel) -> None:
-    """Into two branches, whatever the sampler admits: a single one needs no lane, and so would not
+    """The request has two branches for any sampler. A single branch needs no lane, and would not
     compile the program with lanes."""
     sampler = load_sampler("entropix").with_values({"branch.min_p": 1.0})
     _, (request,), *_ = _batches(ServedModel("tiny", tiny, sampler, 64, 0), 1)
@@ -121,11 +121,11 @@ def test_one_request_of_the_warm_up_forks(tiny: LanguageModel) -> None:
     assert any(len(token.branches or ()) > 1 for token in row.tokens)
 
 
-# The texts are the engine's.
+# Texts equal the engine's.
 
 
-def test_streams_side_by_side(client: openai.OpenAI, tiny: LanguageModel) -> None:
-    """More of them than slots."""
+def test_concurrent_streams(client: openai.OpenAI, tiny: LanguageModel) -> None:
+    """More streams than slots equal the engine's rows."""
 
     def stream(seed: int, prompt: str) -> tuple[str, list[int]]:
         parts = [
@@ -148,7 +148,7 @@ def test_streams_side_by_side(client: openai.OpenAI, tiny: LanguageModel) -> Non
 
 
 def test_choices(client: openai.OpenAI, tiny: LanguageModel) -> None:
-    """Of each prompt as many as the engine's samples, wherever the prompt stands."""
+    """The choices of each prompt equal the engine's samples, at any position of the prompt."""
     given: dict[str, Any] = {"n": 3, "seed": 5, "max_tokens": 12, "extra_body": TOKENS}
     answer = complete(client, [PROMPTS[0], PROMPTS[6]], **given)
     assert [choice.index for choice in answer.choices] == [*range(6)]
@@ -169,7 +169,7 @@ def test_choices(client: openai.OpenAI, tiny: LanguageModel) -> None:
 
 
 def test_tokens_as_prompts(client: openai.OpenAI, tiny: LanguageModel) -> None:
-    """And equal prompts of a request draw differently."""
+    """Prompts may be token ids. Equal prompts of a request get different samples."""
     tokens = tiny.tokenizer.encode(PROMPTS[0], add_bos=True)
     given: dict[str, Any] = {"seed": 1, "max_tokens": 12, "temperature": 2}
     texts = [one.text for one in complete(client, [tokens] * 3, **given).choices]
@@ -178,7 +178,7 @@ def test_tokens_as_prompts(client: openai.OpenAI, tiny: LanguageModel) -> None:
         assert complete(client, prompt, **given).choices[0].text == texts[0]
 
 
-def test_chats(client: openai.OpenAI, tiny: LanguageModel) -> None:
+def test_chat_completions(client: openai.OpenAI, tiny: LanguageModel) -> None:
     (row,) = generate(tiny, TALK, seed=3, max_new_tokens=20)
     given: dict[str, Any] = {"seed": 3, "max_completion_tokens": 20, "extra_body": TOKENS}
     answer = talk(client, **given)
@@ -193,13 +193,13 @@ def test_chats(client: openai.OpenAI, tiny: LanguageModel) -> None:
     *parts, last = parts
     assert (last.choices, last.usage) == ([], answer.usage)
     assert "".join(part.choices[0].delta.content for part in parts) == row.text
-    # As parts, and with another name of the system's.
+    # The same messages in parts, and with the role `developer`.
     parted = [{"type": "text", "text": text} for text in ("Question: What", " is 12 + 7?")]
     again = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parted}]
     assert talk(client, again, **given).choices[0].message.content == row.text
 
 
-def test_an_assistant_who_has_begun(client: openai.OpenAI, tiny: LanguageModel) -> None:
+def test_an_assistant_message_is_continued(client: openai.OpenAI, tiny: LanguageModel) -> None:
     begun = [*TALK, {"role": "assistant", "content": "Answer: 12 + 7"}]
     tokenizer = tiny.tokenizer
     text = tokenizer.render_chat(TALK) + "Answer: 12 + 7"
@@ -211,7 +211,7 @@ def test_an_assistant_who_has_begun(client: openai.OpenAI, tiny: LanguageModel) 
 
 
 def test_samplers(client: openai.OpenAI, tiny: LanguageModel) -> None:
-    """What a request says of sampling, and the settings that it means."""
+    """Checks the sampler settings that each sampling option of a request selects."""
     first = tiny.tokenizer.encode_within(" Ivan")[0]
     banned, raised, lowered = tiny.tokenizer.encode_within(" Nina! ")[:3]
     bias = {str(lowered): -7.5, str(raised): 5, str(banned): -100}
@@ -219,7 +219,7 @@ def test_samplers(client: openai.OpenAI, tiny: LanguageModel) -> None:
     own = {"draw.bans": [raised, first], "draw.bias": [[banned, 50]]}
     percentiles = {"thresholds.h1": "40%", "regimes.hehv": ["entropy > h2", "agreement > 12.5%"]}
     plain_p = {"base.temperature": 1.0, "base.top_p": 0.4, "repetition.presence": 1.5}
-    # Options, `entropix.sampler`, and the preset and the settings that they mean.
+    # Options, `entropix.sampler`, and the preset and settings that they select.
     cases: list[tuple[dict[str, Any], Any, str, dict[str, Any]]] = [
         ({"temperature": 0.5}, None, "temperature", {"base.temperature": 0.5}),
         ({"top_p": 0.4, "presence_penalty": 1.5}, None, "temperature", plain_p),
@@ -252,15 +252,15 @@ def test_samplers(client: openai.OpenAI, tiny: LanguageModel) -> None:
 
 
 def test_seeds(client: openai.OpenAI) -> None:
-    """Each request has its own unless it names one, and says which."""
+    """A request without a seed gets a random one, which the answer contains."""
     first, second = (complete(client, max_tokens=12).choices[0] for _ in range(2))
     assert first.entropix["seed"] != second.entropix["seed"]
     again = complete(client, max_tokens=12, seed=first.entropix["seed"]).choices[0]
     assert again.text == first.text
 
 
-def test_a_row_is_the_record_of_its_id(client: openai.OpenAI, tiny: LanguageModel) -> None:
-    """With its seed: a file of records is asked for again, one by one."""
+def test_a_row_depends_on_its_id_and_seed(client: openai.OpenAI, tiny: LanguageModel) -> None:
+    """Records of a batch file can thus be requested one by one."""
     texts = set()
     for name in ("7", "a name"):
         own = {"entropix": {"id": name, "sampler": "temperature", "tokens": True}}
@@ -290,7 +290,7 @@ def test_stops(client: openai.OpenAI, tiny: LanguageModel) -> None:
 
 
 def test_retracted_tokens(client: openai.OpenAI, tiny: LanguageModel) -> None:
-    """They are no part of the text, and told where that is asked for."""
+    """Retracted tokens are not part of the text, and are returned only on request."""
     bounds = {"hehv": "> 0.5", "lelv": "< 0.2", "helv": "> 100", "lehv": "> 100"}
     values: dict[str, Any] = {f"regimes.{k}": [f"entropy {v}"] for k, v in bounds.items()}
     values["arms.hehv"] = "backspace"
@@ -312,7 +312,7 @@ def test_retracted_tokens(client: openai.OpenAI, tiny: LanguageModel) -> None:
 
 # Searches
 
-# Some tokens of so small a model are in each regime.
+# With these thresholds, some tokens of the small model are in each regime.
 THRESHOLDS = {"thresholds.h1": 0.5, "thresholds.h2": 1.2, "thresholds.u1": 0.5}
 FORKING = {"thresholds.u2": 0.5} | THRESHOLDS
 SEARCHES = (
@@ -322,7 +322,7 @@ SEARCHES = (
 
 
 def outcomes(model: LanguageModel) -> list[Outcome]:
-    """The searches of an engine of its own."""
+    """Returns the outcomes of the searches in a separate engine."""
     spec = Spec(encode_prompt(model, PROMPTS[7], chat=False), "0", 20)
     sampler = load_sampler("min-p").with_values(FORKING)
     wanted = requests(model, [spec] * len(SEARCHES), sampler, seed=2)
@@ -335,7 +335,7 @@ def outcomes(model: LanguageModel) -> list[Outcome]:
 
 
 def test_searches(client: openai.OpenAI, tiny: LanguageModel, running: Running) -> None:
-    """Their outcomes do not depend on the rows next to them, and those not on the searches."""
+    """Searches and the rows next to them do not affect each other."""
 
     def find(method: str, vote: bool, **options: Any) -> Any:
         sampler = {"extends": "min-p", **FORKING}
@@ -369,7 +369,7 @@ def test_searches(client: openai.OpenAI, tiny: LanguageModel, running: Running) 
                 assert place == (fork.parent, fork.position, fork.token_id)
             begin = 0 if fork is None else fork.position - first
             assert ids(one["tokens"]) == [token.token_id for token in row.tokens[begin:]]
-            if len(one["tokens"]) == 1:  # of a fork: forced
+            if len(one["tokens"]) == 1:  # the forced token of a fork
                 continue
             # Each can be continued, as a row without a search.
             own = {"from": {"row": one["row"], "position": len(row.tokens) - 1}, "tokens": True}
@@ -387,7 +387,7 @@ def test_searches(client: openai.OpenAI, tiny: LanguageModel, running: Running) 
     assert find("dts", True, logprobs=1).choices[0].logprobs.tokens
 
 
-def test_a_search_whose_client_goes_away_frees_its_slots(running: Running) -> None:
+def test_a_search_of_a_disconnected_client_frees_its_slots(running: Running) -> None:
     worker, own = running.worker, {"method": "dts", "sampler": {"extends": "min-p", **FORKING}}
     before = worker.finished["cancelled"]
     body = {"model": "tiny", "prompt": PROMPTS[7], "max_tokens": 200, "stream": True, "seed": 2}
@@ -455,13 +455,13 @@ def test_echoes_have_the_scores_of_a_text(
         np.testing.assert_allclose(own[1:end], [token.logprob for token in scored], atol=1e-3)
         offsets = np.cumsum([0, *(len(token.text) for token in scored)])
         assert found["text_offset"][1 : end + 1] == [*offsets[: len(scored) + bool(new)]]
-        # Where the token is the likeliest it is the only one.
+        # If the token is the most likely one, it is the only one.
         assert all(len(top) in (1, 2) for top in found["top_logprobs"][1:])
         assert [len(top) for top in found["top_logprobs"][end:]] == [1] * new
 
 
 def test_parts_of_characters_have_bytes(client: openai.OpenAI, tiny: LanguageModel) -> None:
-    """Joined, they are the text."""
+    """The joined bytes are the text."""
     word = "é"
     first, second = tiny.tokenizer.encode_within(word)
     options: Any = {"max_tokens": 1, "temperature": 0, "logit_bias": {str(first): 100}}
@@ -481,10 +481,10 @@ def test_parts_of_characters_have_bytes(client: openai.OpenAI, tiny: LanguageMod
     ],
 )
 @pytest.mark.parametrize("as_tokens", [False, True])
-def test_offsets_are_those_of_the_echoed_text(
+def test_offsets_refer_to_the_echoed_text(
     client: openai.OpenAI, tiny: LanguageModel, text: str, as_tokens: bool
 ) -> None:
-    """Special tokens are a part of it."""
+    """The echoed text includes special tokens."""
     prompt: Any = tiny.tokenizer.encode(text, add_bos=False) if as_tokens else text
     choice = complete(client, prompt, echo=True, max_tokens=0, logprobs=0).choices[0]
     found = choice.logprobs
@@ -554,7 +554,7 @@ def test_scores(raw: httpx.Client, tiny: LanguageModel) -> None:
 # The server itself
 
 
-def test_what_it_says_of_itself(raw: httpx.Client, client: openai.OpenAI) -> None:
+def test_models_health_and_metrics(raw: httpx.Client, client: openai.OpenAI) -> None:
     (model,) = client.models.list()
     assert (model.id, model.entropix["context"]) == ("tiny", CONTEXT)  # type: ignore[attr-defined]
     assert client.models.retrieve("tiny").id == "tiny"
@@ -579,7 +579,7 @@ def metrics(raw: httpx.Client) -> dict[str, float]:
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
 
-def test_a_client_that_goes_away_frees_its_slots(running: Running, raw: httpx.Client) -> None:
+def test_a_disconnected_client_frees_its_slots(running: Running, raw: httpx.Client) -> None:
     worker = running.worker
     for stream in (True, False):
         before = worker.finished["cancelled"]

@@ -1,4 +1,4 @@
-"""Kept rows: continuing from any of their tokens, and writing them as traces and pages."""
+"""Kept rows: continuing from any of their tokens, and their traces and reports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.runs import unrun
 from tests.support.samplers import EVERYTHING
 from tests.support.servers import Running, serve
 
-# Changes to the server's sampler, with settings that count over the row.
+# Changes to the server's sampler, with settings whose state depends on the whole row.
 FULL: dict[str, Any] = {
     **EVERYTHING,
     "inject.thought": " More precisely,",
@@ -33,7 +33,7 @@ FULL: dict[str, Any] = {
     "mirostat.target": 9.0,
 }
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "Once upon a time", "seed": 29, "max_tokens": 40}
-# The first one compiles what all of them use.
+# The first one compiles the program for all of them.
 SAMPLERS: dict[str, Any] = {"full": FULL, "mirostat": "mirostat", "entropix": "entropix"}
 
 
@@ -82,7 +82,7 @@ def whole(request: pytest.FixtureRequest, ask: Any) -> Any:
 
 
 def test_a_continuation_repeats_the_row(ask: Any, whole: Any) -> None:
-    """From each of its tokens, within thoughts and branches, too."""
+    """Continues from each token of the row, also within thoughts and branches."""
     row, own = row_of(whole), tokens(whole)
     every = 1 if any("branches" in token for token in own) else 5
     for position in range(0, len(own), every):
@@ -96,8 +96,8 @@ def test_a_continuation_repeats_the_row(ask: Any, whole: Any) -> None:
         assert row_of(again) != row
 
 
-def test_chosen_tokens_come_first(ask: Any, whole: Any, tiny: LanguageModel) -> None:
-    """One or several, and they are a part of the new row."""
+def test_chosen_tokens_start_a_continuation(ask: Any, whole: Any, tiny: LanguageModel) -> None:
+    """One or several tokens may be chosen, and they are part of the new row."""
     row, own = row_of(whole), tokens(whole)
     for position in (0, 7, 20, len(own) - 1):
         likely = (token for token, *_ in own[position]["top"][1:])
@@ -116,7 +116,7 @@ def test_chosen_tokens_come_first(ask: Any, whole: Any, tiny: LanguageModel) -> 
     assert ids(last) == ids(again)[2:]
 
 
-def test_facts_of_a_row(ask: Any, whole: Any) -> None:
+def test_settings_of_a_row(ask: Any, whole: Any) -> None:
     row = row_of(whole)
     first, about = trace_of(ask, row)[0], ask.client.get(f"/v1/rows/{row}").json()
     assert about["sampler"] == first["sampler_parameters"]
@@ -128,10 +128,10 @@ def test_facts_of_a_row(ask: Any, whole: Any) -> None:
 
 
 def test_a_changed_threshold(ask: Any) -> None:
-    """From the first decision that it changes, the text is that of the whole row anew."""
+    """A continuation from the first changed decision equals a new row with the new threshold."""
     log = tokens(ask(BODY, sampler=FULL, retractions=True))
     whole = ask(BODY, sampler=FULL)
-    # The first test continues within these.
+    # `test_a_continuation_repeats_the_row` continues within these.
     assert {"inject", "branch", "backspace"} <= {token["action"] for token in tokens(whole)}
     assert any(t["action"] == "branch" and "branches" not in t for t in tokens(whole))
     differing = 0
@@ -143,13 +143,13 @@ def test_a_changed_threshold(ask: Any) -> None:
             bounds = (values["thresholds.h1"], values["thresholds.h2"], 2.0)
             return (*(entropy > bound for bound in bounds), entropy < bounds[0])
 
-        # Retracted tokens were decisions, too. From then on the row may have gone back farther.
+        # Retracted tokens were decisions, too. The row may have gone back farther from there.
         at = next(
             i for i, t in enumerate(log) if box(t["entropy"], values) != box(t["entropy"], FULL)
         )
         back = [token["position"] for token in log[at:] if token["type"] == "retracted"]
         first = min([log[at]["position"], *back]) - log[0]["position"]
-        # A row never goes back beyond the place where it continues.
+        # A row never retracts tokens before the position where it continues.
         first = max(first - MAX_REACH, 0)
         again = continued(ask, row_of(whole), first, own={"sampler": changes})
         assert ids(whole)[:first] + ids(again) == ids(rerun)
@@ -192,7 +192,7 @@ def test_a_choice_keeps_its_random_numbers(ask: Any) -> None:
     assert {token["row"] for token in tokens(again)} == {1}
 
 
-def test_streams_name_the_row_first_and_last(ask: Any) -> None:
+def test_streams_contain_the_row_first_and_last(ask: Any) -> None:
     talk = [{"role": "user", "content": "Hi", "index": 0}]
     for path, body in (
         ("completions", BODY),
@@ -215,7 +215,7 @@ def test_a_row_whose_client_left_is_kept(ask: Any, running: Running) -> None:
     assert len(tokens(continued(ask, row, 1, max_tokens=3))) == 3
 
 
-def test_files_are_as_the_command_writes_them(ask: Any, tmp_path: Path) -> None:
+def test_served_files_equal_those_of_the_command(ask: Any, tmp_path: Path) -> None:
     whole = ask({**BODY, "max_tokens": 8}, sampler="min-p")
     found = trace_of(ask, row_of(whole))
     path = tmp_path / "row.jsonl"
@@ -253,7 +253,7 @@ def test_usage_counts_new_tokens(ask: Any, stream: bool) -> None:
     assert last["usage"]["forwards"] == own[10]["forwards"] - own[4]["forwards"] > 0
 
 
-def test_retracted_tokens_before_the_place_stay(ask: Any) -> None:
+def test_retracted_tokens_before_the_position_are_kept(ask: Any) -> None:
     row = row_of(ask(BODY, sampler=FULL))
     log = trace_of(ask, row)[1:-1]
     committed = [i for i, line in enumerate(log) if line["type"] == "token"]
@@ -266,7 +266,7 @@ def test_retracted_tokens_before_the_place_stay(ask: Any) -> None:
     assert len([line for line in lines if line["type"] == "token"]) <= position + 2
 
 
-def test_refused_places(ask: Any) -> None:
+def test_errors_of_continuations(ask: Any) -> None:
     row = row_of(ask({**BODY, "max_tokens": 6}, sampler="min-p"))
     crossed = {"thresholds.h1": 9.0, "thresholds.h2": 1.0}
 
@@ -335,7 +335,7 @@ def test_kept_rows_are_bounded() -> None:
     assert min(map(len, numbers)) >= 22  # 16 random bytes
 
 
-def test_equal_samplers_take_memory_once(tiny: LanguageModel) -> None:
+def test_equal_samplers_share_memory(tiny: LanguageModel) -> None:
     served = serve(tiny)
     own = served.choose_sampler()
     first, second, other = (

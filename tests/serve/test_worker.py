@@ -1,4 +1,4 @@
-"""The resident engine's thread, with a stand-in for the engine."""
+"""The thread of the server's engine, with a fake engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture
 def standing(tiny: LanguageModel, request: pytest.FixtureRequest) -> Iterator[Standing]:
-    """A stand-in, its worker, and clients. The parameter has options of the application."""
+    """A fake engine, its worker, and clients. The parameter has options of the application."""
     with fake_server(tiny, **getattr(request, "param", {})) as found:
         yield found
 
@@ -60,7 +60,7 @@ def submit(worker: Worker, *budgets: int) -> tuple[list[Ticket], list[list[Updat
 
 
 async def test_rows_that_are_cancelled(standing: Standing) -> None:
-    """Running, waiting, or at their end already."""
+    """Cancels rows that run, wait, or have already ended."""
     engine, worker, _ = standing
     (ticket,), (updates,) = submit(worker, 9)
     await until(lambda: worker.stats() == (1, 0))
@@ -80,7 +80,7 @@ async def test_rows_that_are_cancelled(standing: Standing) -> None:
 
 @pytest.mark.parametrize("standing", [{"queue": 1}], indirect=True)
 async def test_a_search_counts_as_its_rows(standing: Standing) -> None:
-    """In the queue and in the metrics. Its rows end with the client."""
+    """The queue and the metrics count the rows of a search. They end with the client."""
     engine, worker, client = standing
     gone, body = asyncio.Event(), {**BODY, "entropix": SEARCH}
     leaving = asyncio.create_task(post_silently(client, body, gone))
@@ -105,7 +105,7 @@ async def test_a_search_counts_as_its_rows(standing: Standing) -> None:
 
 
 async def test_calls_run_next_to_chunks(standing: Standing) -> None:
-    """One at a time, out of a queue of their own."""
+    """Calls run one at a time, from a separate queue."""
     engine, worker, _ = standing
     _, updates = submit(worker, 9, 9, 9, 9)  # the queue of rows is full
     await until(lambda: worker.stats() == (4, 0))
@@ -115,7 +115,7 @@ async def test_calls_run_next_to_chunks(standing: Standing) -> None:
     waiting = [worker.call(lambda: None) for _ in range(3)]
     with pytest.raises(ApiError, match="too many requests wait"):
         worker.call(lambda: None)
-    # A call that takes long holds no row up.
+    # A long call does not block rows.
     chunks = engine.chunks
     await until(lambda: engine.chunks > chunks)
     waiting[1].cancel()  # there is room again
@@ -126,10 +126,10 @@ async def test_calls_run_next_to_chunks(standing: Standing) -> None:
     engine.step(9)
     await until(lambda: all(own and own[-1].finish_reason for own in updates))
     assert worker.idle()
-    assert await asyncio.wrap_future(worker.call(lambda: 7)) == 7  # where nothing runs
+    assert await asyncio.wrap_future(worker.call(lambda: 7)) == 7  # while no row runs
 
 
-async def test_answers_to_too_many(standing: Standing) -> None:
+async def test_errors_of_too_many_requests(standing: Standing) -> None:
     engine, worker, client = standing
     async with client() as ask:
         first = asyncio.create_task(ask.post("/v1/completions", json={**BODY, "n": 4}))
@@ -150,7 +150,7 @@ async def test_answers_to_too_many(standing: Standing) -> None:
 
 @searched
 @streamed
-async def test_an_engine_that_fails(
+async def test_a_failed_engine_is_restarted(
     standing: Standing, stream: bool, own: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Running rows end with an error, and the next ones run."""
@@ -172,7 +172,7 @@ async def test_an_engine_that_fails(
 
 
 async def post_silently(client: Client, body: dict[str, Any], gone: asyncio.Event) -> None:
-    """A client of a completion who reads nothing, and leaves once it is `gone`."""
+    """Requests a completion, reads nothing, and disconnects when `gone` is set."""
     asked = [{"type": "http.request", "body": json.dumps(body).encode()}]
 
     async def receive() -> dict[str, Any]:
@@ -210,8 +210,8 @@ async def test_rows_end_with_a_client_that_reads_nothing(standing: Standing, ech
     await until(lambda: worker.stats() == (0, 0))
 
 
-async def test_a_stream_that_is_gone_before_its_echo(standing: Standing) -> None:
-    """Nothing runs for it."""
+async def test_a_client_that_leaves_before_its_echo(standing: Standing) -> None:
+    """No row runs for it."""
     _, worker, client = standing
     hold, gone = threading.Event(), asyncio.Event()
     held = worker.call(hold.wait)
@@ -228,7 +228,7 @@ async def test_a_stream_that_is_gone_before_its_echo(standing: Standing) -> None
 
 @limited
 @streamed
-async def test_the_time_limit_of_a_request_that_waits(standing: Standing, stream: bool) -> None:
+async def test_the_time_limit_of_a_waiting_request(standing: Standing, stream: bool) -> None:
     engine, worker, client = standing
     engine.has_slots = False
     async with client() as ask:
