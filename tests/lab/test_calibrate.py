@@ -1,4 +1,4 @@
-"""The command `calibrate`: its file, tables, resumption and bad input; and the shipped files."""
+"""The command `calibrate`: its file, tables and bad input, and the shipped files."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_tables_are_quantiles_of_the_answers(
         expected = np.percentile([getattr(token, name) for token in tokens], PERCENTS)
         np.testing.assert_allclose(calibration.quantiles[name], expected, rtol=1e-4, atol=1e-4)
 
-    first, *_, last = result.err.splitlines()  # a slow run also tells its progress
+    first, *_, last = result.err.splitlines()  # a slow run also prints its progress
     assert (first, last) == ("answering 4 prompts", f"{output}: written")
     assert f"{len(tokens)} tokens" in result.out
     assert max(map(len, result.out.splitlines())) <= 80
@@ -101,8 +101,8 @@ def test_conversations_and_the_seed(tmp_path: Path, output: Path) -> None:
     assert contents[0] == contents[1] != contents[2]
 
 
-def test_an_old_calibration_is_renewed(prompts: Path, tmp_path: Path) -> None:
-    """By default in the model's folder, where an invalid file is no obstacle."""
+def test_an_old_calibration_is_replaced(prompts: Path, tmp_path: Path) -> None:
+    """The default output is in the model's folder. An invalid file there is replaced, too."""
     folder = copy_tiny(tmp_path)
     (folder / "calibration.json").write_text('{"thresholds": {"h1": 0.3}}')
     result = succeed("--prompts", prompts, model=folder)
@@ -110,8 +110,8 @@ def test_an_old_calibration_is_renewed(prompts: Path, tmp_path: Path) -> None:
     assert read_calibration(folder / "calibration.json").tokens > 0
 
 
-def test_a_models_own_prompts_are_the_default(prompts: Path, tmp_path: Path) -> None:
-    """So the tables of `tiny` are not replaced by those of prompts it cannot answer."""
+def test_the_models_own_prompts_are_the_default(prompts: Path, tmp_path: Path) -> None:
+    """The tables of `tiny` are thus not replaced by those of prompts that it cannot answer."""
     folder = copy_tiny(tmp_path)
     (folder / "calibration_prompts.jsonl").write_text('{"prompt": "Guests:"}\n')
     succeed(model=folder)
@@ -193,7 +193,7 @@ def test_the_packaged_prompts(name: str) -> None:
     assert len({str(prompt.prompt) for prompt in prompts}) == 48
 
 
-def test_the_prompts_of_tiny_are_those_of_their_script() -> None:
+def test_the_prompts_of_tiny_equal_the_output_of_their_script() -> None:
     file = WEIGHTS / "tiny" / "calibration_prompts.jsonl"
     expected = [json.loads(json.dumps(each)) for each in tiny_prompts.prompts()]
     assert [json.loads(line) for line in file.read_text().splitlines()] == expected

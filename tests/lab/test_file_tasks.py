@@ -1,4 +1,4 @@
-"""Tasks of published files: what an entry becomes, what is right, the two splits, and bad files."""
+"""Tasks of published files: items, scores, the two splits, and bad files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLANET = {"question": "which planet has rings", "answer": ["Saturn", "the Saturn
 
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., Any]:
-    """A task of a file with these entries."""
+    """Returns a function that makes a task from a file with given entries."""
 
     def make(kind: str, *entries: Any) -> Any:
         path = tmp_path / "entries.jsonl"
@@ -39,8 +39,8 @@ def make(tmp_path: Path) -> Callable[..., Any]:
 @pytest.mark.parametrize("size", [1, 4, 203])
 @pytest.mark.parametrize("kind", ["gsm8k", "nq-open", "writing"])
 def test_a_quarter_is_for_tuning(make: Callable[..., Any], kind: str, size: int) -> None:
-    """No item is in both, all are in one, and neither the order nor the file's length moves one
-    before another."""
+    """Each item is in exactly one split. The order of items depends neither on the order of the
+    file nor on its length."""
     entry = {"gsm8k": {"question": "1 + 1?", "answer": "#### 2"}, "nq-open": PLANET}
     entries = [entry.get(kind, {"prompt": "Write."}) for _ in range(size)]
     task = make(kind, *entries)
@@ -75,7 +75,7 @@ NORMALIZED = {
     "a man, a plan": "man plan",
     "theatre": "theatre",
     "Jean-Luc O'Hara": "jeanluc ohara",
-    "an A.N. Other": "other",  # without its points A.N. is an article
+    "an A.N. Other": "other",  # without its full stops, A.N. is an article
     "cafe\u0301": "cafe\u0301",
     "caf\u00e9": "cafe\u0301",
     "\tU.S.A.\n": "usa",
@@ -108,7 +108,7 @@ def test_nq_open(make: Callable[..., Any]) -> None:
     assert task.stop == ("\n",)
 
 
-MEASURES = {  # exact, bare
+MEASURES = {  # `exact` and `bare`
     "Saturn": (1, 1),
     " THE SATURN.": (1, 1),
     "Saturn or Uranus": (0, 1),
@@ -178,8 +178,8 @@ def test_short_answers_are_read_from_the_first_sentence(gold: str, text: str, sc
     assert task.score(item, task.extract(item, text)) == score
 
 
-def test_verdicts_by_hand() -> None:
-    """150 real answers of the tuning splits: the scorer's verdict differs where a note says why."""
+def test_scores_equal_hand_scores() -> None:
+    """Scores of 150 real answers of the tuning splits differ only where a note says why."""
     tasks = {"questions": NqOpen(Path()), "svamp": Svamp(Path()), "gsm8k": Gsm8k(Path())}
     lines = Path(__file__).with_name("hand_read.jsonl").read_text(encoding="utf-8").splitlines()
     read = [json.loads(line) for line in lines]
@@ -200,7 +200,7 @@ def test_writing(make: Callable[..., Any]) -> None:
     assert task.score(Item("", "", ""), None) != task.score(Item("", "", ""), None)  # NaN
 
 
-def test_writing_leaves_out_what_is_no_prompt(tmp_path: Path) -> None:
+def test_writing_skips_entries_without_a_prompt(tmp_path: Path) -> None:
     (tmp_path / "own").write_text('{"prompt": "a"}\n{"promt": "b"}\n')
     with pytest.warns(Note, match="own: line 2 is left out: neither 'prompt' nor"):
         items = list(find_task(f"writing:{tmp_path}/own").items("test", chat=False))
@@ -283,13 +283,13 @@ def test_measures_of_writing(text: str, wanted: tuple[tuple[int, int], ...]) -> 
         ),
     ],
 )
-def test_bad_files_are_one_line(tmp_path: Path, kind: str, content: str, message: str) -> None:
+def test_errors_of_bad_files(tmp_path: Path, kind: str, content: str, message: str) -> None:
     (tmp_path / "bad").write_bytes(content.encode("latin-1"))
     with pytest.raises(UserError, match=re.escape(message)):
         list(find_task(f"{kind}:{tmp_path}/bad").items("test", chat=False))
 
 
-def test_files_are_found_by_their_published_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_files_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ENTROPIX_DATA", raising=False)
     for name in ("svamp", "svamp:"):
         with pytest.raises(UserError, match=r"no file: give svamp:FILE, or --data or ENTROP"):
@@ -309,7 +309,7 @@ PUBLISHED = {"gsm8k": 1319, "svamp": 1000, "nq-open": 3610, "ifeval": 541}
 
 @pytest.mark.parametrize(("name", "size"), PUBLISHED.items())
 def test_the_published_files(task_data: Path, name: str, size: int) -> None:
-    """Each can be read, and what it says is right is right."""
+    """Each file can be read, and its gold answers score 1."""
     task = find_task(locate_task(name, str(task_data)))
     items = [item for s in get_args(Split) for item in task.items(s, chat=True)]
     assert size - 1 <= len(items) <= size  # copies of ifeval lack an entry

@@ -85,7 +85,7 @@ def row(
 
 
 def analyse_rows(found: list[dict[str, Any]], *comparisons: Comparison) -> Findings:
-    """Without the slow evaluation of uncertainty if comparisons are given."""
+    """Analyses rows, without the slow evaluation of uncertainty if comparisons are given."""
     watched = [] if comparisons else ["plain", "sharp"]
     frame, baselines, none = results_frame(found), ("plain", "wide"), pd.DataFrame()
     return analyse(frame, VOTES, baselines, (1, 3), watched, none, comparisons)
@@ -96,12 +96,12 @@ def findings() -> Findings:
     return analyse_rows([*rows()])
 
 
-def of(task: str, setting: str) -> list[dict[str, Any]]:
+def rows_of(task: str, setting: str) -> list[dict[str, Any]]:
     return [one for one in rows() if (one["task"], one["setting"]) == (task, setting)]
 
 
 def by_item(task: str, setting: str) -> list[list[dict[str, Any]]]:
-    found = of(task, setting)
+    found = rows_of(task, setting)
     return [[one for one in found if one["item"] == str(item)] for item in range(ITEMS)]
 
 
@@ -117,9 +117,9 @@ def test_the_page_has_the_recorded_figures(findings: Findings) -> None:
     assert format_page(findings, {"description": "", "seeds": "0"}) == RECORDED.read_text()
 
 
-def test_measures_are_parts_over_wholes(findings: Findings) -> None:
+def test_measures_are_ratios_of_sums(findings: Findings) -> None:
     for setting in SETTINGS:
-        own = of("tales", setting)
+        own = rows_of("tales", setting)
         tokens = sum(one["tokens"] for one in own)
         odd = sum(one["measures"]["odd_words"][0] for one in own)
         logs = [one["tokens"] * math.log(one["perplexity"]) for one in own]
@@ -132,14 +132,14 @@ def test_measures_are_parts_over_wholes(findings: Findings) -> None:
             assert value(findings, "tales", setting, measure).value == pytest.approx(mean)
         costs = findings.costs.set_index(["task", "setting"]).loc[("tales", setting)]
         assert costs["forwards"] == pytest.approx(np.mean([one["forwards"] for one in own]))
-    # A task's own measure comes before another of its name.
+    # A task's own measure replaces a general measure of the same name.
     renamed = [{**one, "measures": {"repetition": [1, 4]}} for one in rows()]
     assert value(analyse_rows(renamed), "tales", "plain", "repetition").value == 0.25
 
 
 def test_several_samples(findings: Findings) -> None:
-    """Votes only where they mean something; a choice everywhere. All of three samples are one set,
-    whoever begins, except for ties."""
+    """Majority votes apply only to tasks with votes, choices to all scored tasks. All three samples
+    form one set in any order, except for ties."""
     several = findings.several.set_index(["task", "setting", "kind", "samples"])["estimate"]
     for setting in SETTINGS:
         for task in SCORED:
@@ -176,7 +176,7 @@ def test_findings_are_json(findings: Findings) -> None:
 
 
 @pytest.mark.parametrize("where", ["plain", "sharp"])
-def test_a_task_with_a_missing_score_leaves_the_others_theirs(where: str) -> None:
+def test_a_missing_score_affects_only_its_task(where: str) -> None:
     missing = {"task": "rules", "setting": where, "item": "2", "seed": 1}
     found = [{**one, "score": None} if missing.items() <= one.items() else one for one in rows()]
     findings = analyse_rows(found)
@@ -189,13 +189,13 @@ def test_a_task_with_a_missing_score_leaves_the_others_theirs(where: str) -> Non
 
 
 def test_uncertainty_is_evaluated_by_task_and_setting(findings: Findings) -> None:
-    """Of the watched settings; nothing where all answers are right, or a measure is missing."""
+    """Only the watched settings are evaluated, on tasks with both right and wrong answers."""
     groups = findings.uncertainty.groupby(["task", "setting"], sort=False)
     assert [*groups.groups] == [(task, name) for task in SCORED for name in ("plain", "sharp")]
     measures = [*MEASURES, "lowest_group_confidence", "perplexity", "tokens"]
     assert {tuple(own["measure"]) for _, own in groups} == {tuple(measures)}
     own = groups.get_group(("sums", "sharp"))
-    scores = np.array([one["score"] for one in of("sums", "sharp")])
+    scores = np.array([one["score"] for one in rows_of("sums", "sharp")])
     assert {*own["answers"]} == {len(scores)}
     assert {*own["wrong"]} == {(scores < 1).sum()}
     right = [{**one, "score": 1.0} if one["task"] == "rules" else one for one in rows()]
@@ -207,7 +207,7 @@ def test_uncertainty_is_evaluated_by_task_and_setting(findings: Findings) -> Non
 
 
 def test_texts_without_tokens() -> None:
-    """They have no measures: where all of a setting are empty, its cells are empty."""
+    """Empty texts have no measures. If all texts of a setting are empty, its cells are empty."""
     none = {"tokens": 0, "forwards": 0, "text": "", "answer": None}
     kept = "phase task item setting sampler varied seed score retracted finish_reason timings"
     empty = [
@@ -236,9 +236,7 @@ def curve_of(cost: str, tasks: tuple[str, ...], margin: float | None = None) -> 
 
 @pytest.mark.parametrize("cost", ["forwards", "self_bleu"])
 @pytest.mark.parametrize("tasks", [(), ("rules",)])
-def test_a_comparison_is_a_bootstrap_of_heights_over_a_curve(
-    cost: str, tasks: tuple[str, ...]
-) -> None:
+def test_a_comparison_bootstraps_heights_over_a_curve(cost: str, tasks: tuple[str, ...]) -> None:
     if cost == "self_bleu":
         pytest.importorskip("sacrebleu")
     names = tasks or SCORED
@@ -249,7 +247,7 @@ def test_a_comparison_is_a_bootstrap_of_heights_over_a_curve(
     assert [*found["verdict"]] == ["", "", *verdicts]
 
     def means(key: str, setting: str) -> Any:
-        """By item; those of an item's samples are averaged, or compared with each other."""
+        """Returns a value per item: the mean of its samples, or their self-BLEU."""
         groups = [group for task in names for group in by_item(task, setting)]
         if key == "self_bleu":
             return np.array([self_bleu([one["text"] for one in group]) for group in groups])
@@ -288,8 +286,8 @@ def test_a_comparison_is_a_bootstrap_of_heights_over_a_curve(
             assert (row[key].value, row[key].low, row[key].high) == pytest.approx(expected)
 
 
-def test_a_comparison_outside_of_its_curve_says_so() -> None:
-    """The cost of `sharp` lies between those of the others, that of `plain` below theirs."""
+def test_a_comparison_outside_its_curve_is_marked() -> None:
+    """The cost of `sharp` lies between the others' costs, and the cost of `plain` below them."""
     between, below = (
         analyse_rows([*rows()], Comparison("compare.1", "forwards", curve, (one,), ((one, other),)))
         for one, other, curve in (
@@ -310,7 +308,7 @@ def test_a_comparison_outside_of_its_curve_says_so() -> None:
             found["difference"][2].value, abs=1e-6
         )
         assert one["found"][0]["difference"] is None
-    # Clamped: the difference from the nearer end.
+    # Clamped to the nearer end of the curve.
     scores = [value(below, ALL, name, SCORE).value for name in ("plain", "sharp")]
     ((_, found),) = below.comparisons
     assert found["difference"][2].value == pytest.approx(scores[0] - scores[1])
@@ -320,7 +318,7 @@ def test_a_comparison_outside_of_its_curve_says_so() -> None:
 
 
 def test_results_as_csv(tmp_path: Path) -> None:
-    """An item's id may be any text of JSON."""
+    """An item's id may be any JSON string."""
     found = [{**one, "item": "\ud800", "varied": {"a.b": 1}} for one in rows()][-2:]
     write_results(results_frame(found), tmp_path / "results.csv")
     part, whole = found[0]["measures"]["odd_words"]
@@ -333,7 +331,7 @@ def test_results_as_csv(tmp_path: Path) -> None:
 
 
 def test_rows_are_read_from_all_their_files(tmp_path: Path) -> None:
-    """Written ones are the same bytes, whatever their times; a run's are in the order of trials."""
+    """Rewritten files are equal byte for byte, without timings. Rows are in the order of trials."""
     found = [{**one, "text": "\ud800"} for one in rows()]
     stored = [
         {**one, "id": name_trial(one), "line": line, "digest": "0"}
@@ -357,7 +355,7 @@ def test_rows_are_read_from_all_their_files(tmp_path: Path) -> None:
 
 
 def test_differences_of_rows() -> None:
-    """Rounding is none."""
+    """Rounding errors are not differences."""
     found = {name_trial(one): one for one in rows()}
     first, second, third, *_ = found
     near = {**found[first], "perplexity": found[first]["perplexity"] * 1.0001}
@@ -372,7 +370,7 @@ def test_differences_of_rows() -> None:
 @pytest.mark.parametrize(
     "line", ["{", "[1]", '{"phase": "test"}', json.dumps({**next(rows()), "tokens": "3"})]
 )
-def test_a_line_that_is_no_row(tmp_path: Path, line: str) -> None:
+def test_invalid_lines_of_rows(tmp_path: Path, line: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(next(rows())) + f"\n{line}\n")
     with pytest.raises(UserError, match="line 2 is not a row of a study"):
@@ -383,7 +381,7 @@ def test_a_line_that_is_no_row(tmp_path: Path, line: str) -> None:
 
 
 def test_plots(findings: Findings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they show, and that both kinds of file are there."""
+    """Checks the plotted values, and the files in both formats."""
     from matplotlib.axes import Axes
 
     drawn: list[tuple[float, float]] = []

@@ -1,4 +1,4 @@
-"""The lm-evaluation-harness on the embedded model: what it is told, and whole runs without a
+"""The lm-evaluation-harness on the embedded model: its results, and whole runs without a
 network."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WORDS = [problem.prompt for problem in problems("word", "test", 7, 0)]
 
 
 def make(**arguments: Any) -> EntropixLM:
-    # Of one size, so that few programs are compiled.
+    # One batch size, so that few programs are compiled.
     usual: dict[str, Any] = {"pretrained": str(EMBEDDED), "sampler": "greedy", "batch_size": 4}
     return EntropixLM(**(usual | arguments))
 
@@ -66,12 +66,12 @@ def ids(lm: EntropixLM, text: str) -> list[int]:
 
 
 def score(lm: EntropixLM, before: list[int], after: list[int]) -> tuple[float, bool]:
-    """In float64."""
+    """Returns the log-likelihood in float64, and whether it is greedy."""
     return reference.continuation(lm.model.params, lm.model.config, before, after)
 
 
-def test_log_likelihoods_are_those_of_float64(greedy: EntropixLM) -> None:
-    """Every way that a context may come in; a space at its end belongs to the continuation."""
+def test_harness_log_likelihoods_equal_float64(greedy: EntropixLM) -> None:
+    """Covers all forms of a context. A space at its end belongs to the continuation."""
     asked = [(p.prompt, f" {answer}") for p in SUMS for answer in (p.answer, p.answer + 1)]
     asked += [("", WORDS[0]), ("12 + 7 = ", "19."), (f"{WORDS[1]} {WORDS[2]}", f" {WORDS[3]}")]
     asked += [("<|begin_of_text|>12 + 7 =", " 19"), ("", "<|begin_of_text|>12"), (" ", "12")]
@@ -87,9 +87,9 @@ def test_log_likelihoods_are_those_of_float64(greedy: EntropixLM) -> None:
 
 
 @pytest.mark.parametrize("length", [None, 64, 41])
-def test_whole_texts(length: int | None) -> None:
-    """Each token once. A text that is too long is read block by block, and each block is told after
-    as much as the model sees at once before the block's end."""
+def test_rolling_log_likelihoods(length: int | None) -> None:
+    """Each token counts once. A text that is too long is scored in blocks, each with as much
+    context as fits before the block's end."""
     lm = make(max_length=length)
     texts = [WORDS[0], " ".join(WORDS), "Anna", ""]
     found = lm.loglikelihood_rolling(ask("loglikelihood_rolling", *[(t,) for t in texts]), True)
@@ -100,7 +100,7 @@ def test_whole_texts(length: int | None) -> None:
         for told in blocks:
             end = min(told + size, len(tokens))
             want += score(lm, tokens[max(end - size - 1, 0) : told], tokens[told:end])[0]
-        # Each block is rounded by itself, and a long text in proportion to its total.
+        # Rounding grows with the number of blocks, and with the total of a long text.
         assert total == pytest.approx(want, rel=1e-6, abs=1e-4 * len(blocks))
     assert found[-1] == 0.0
     assert len(ids(lm, texts[1])) > 128
@@ -112,8 +112,8 @@ UNTIL: dict[str, Any] = {"until": ["."], "max_gen_toks": 8}
 THREE = [(problem.prompt, UNTIL) for problem in SUMS[:3]]
 
 
-def test_greedy_is_our_own_greedy(greedy: EntropixLM) -> None:
-    """Each with its own budget and stop strings, in the order that was asked for."""
+def test_greedy_texts_equal_generate(greedy: EntropixLM) -> None:
+    """Each request has its own budget and stop strings, and results keep the order of requests."""
     asked = [(p.prompt, UNTIL) for p in SUMS[:4]]
     asked += [(WORDS[0], {"until": "Answer", "max_gen_toks": 40}), (WORDS[1], {"max_gen_toks": 5})]
     asked += [(WORDS[2], {"until": [], "max_new_tokens": 60}), (SUMS[0].prompt, {"until": None})]
@@ -126,8 +126,8 @@ def test_greedy_is_our_own_greedy(greedy: EntropixLM) -> None:
     assert [text.strip() for text in found[:4]] == [str(p.answer) for p in SUMS[:4]]
 
 
-def test_neither_order_nor_batch_changes_a_text() -> None:
-    """With a sampler that draws; the same context asked for again is drawn again."""
+def test_texts_depend_on_neither_order_nor_batch() -> None:
+    """The sampler is random. A repeated context gets a different sample."""
     hot: dict[str, Any] = {"sampler": "temperature", "sampler.base.temperature": 1.5}
     lm = make(**hot)
     asked = [(text, {"max_gen_toks": 12}) for text in ("The", "Once", "Anna", "12 +", "If", "The")]
@@ -139,7 +139,7 @@ def test_neither_order_nor_batch_changes_a_text() -> None:
 
 
 def test_a_control_token_as_a_stop_string(greedy: EntropixLM) -> None:
-    """It is no text, and still ends a row: everything after it stays out."""
+    """A control token has no text, but ends the row, and is not part of the result."""
     turn = "<|start_header_id|>user"
     said = {"max_gen_toks": 9}
     stopped = said | {"until": ["<|end_header_id|>"]}
@@ -164,8 +164,8 @@ def test_a_long_prompt_leaves_room_for_the_answer(caplog: pytest.LogCaptureFixtu
         write(lm, (context, {"max_gen_toks": 40}))
 
 
-def test_answers_are_kept_as_they_come(greedy: EntropixLM) -> None:
-    """What the harness's cache of answers is told."""
+def test_answers_are_cached_as_they_arrive(greedy: EntropixLM) -> None:
+    """Checks the calls of the harness's cache hook."""
     kept: list[Any] = []
     lm: Any = make()
     lm.set_cache_hook(SimpleNamespace(add_partial=lambda *one: kept.append(one)))
@@ -198,7 +198,7 @@ def test_chats(greedy: EntropixLM) -> None:
     assert lm.chat_template(True) is None
 
 
-# What cannot be run
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_bad_arguments(arguments: dict[str, Any], complaint: str) -> None:
         make(**arguments)
 
 
-def test_numbers_that_are_none() -> None:
+def test_non_finite_logits_are_reported() -> None:
     lm = make()
     bad = replace(lm.model.params, embedding=lm.model.params.embedding * math.nan)
     lm.model = replace(lm.model, params=bad)
@@ -273,7 +273,7 @@ metric_list: [{metric: word_perplexity}]
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of tasks: a file of settings each, and the data that they share."""
+    """A folder of tasks, with a file of settings for each, and shared data."""
     folder = tmp_path_factory.mktemp("tasks")
     records = [
         {
@@ -296,7 +296,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_command(tasks: Path, greedy: EntropixLM, tmp_path: Path) -> None:
-    """As a user calls it, in a process of its own that has no network."""
+    """Runs the command in a process without network access."""
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
     done = subprocess.run(
         [
@@ -319,7 +319,7 @@ def test_the_command(tasks: Path, greedy: EntropixLM, tmp_path: Path) -> None:
     assert config["sampler_values"]["arms.lehv"] == "branch"
     assert results["local_choice"]["acc,none"] > 0.9
     assert results["local_sums"]["exact_match,number"] > 0.9
-    # As the harness defines it: by words, over all texts.
+    # The harness defines it per word, over all texts.
     encode = greedy.model.tokenizer.encode
     pairs = [(ids[:1], ids[1:]) for ids in (encode(p.prompt, add_bos=True) for p in SUMS)]
     nats = sum(score for _, score, _ in log_likelihoods(greedy.model, pairs))
@@ -334,7 +334,7 @@ def test_the_command(tasks: Path, greedy: EntropixLM, tmp_path: Path) -> None:
 
 
 def test_the_arguments_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the harness's own command is given."""
+    """Checks the arguments that the harness's own command receives."""
     seen: list[str] = []
     own = importlib.import_module("lm_eval.__main__")
     monkeypatch.setattr(own, "cli_evaluate", lambda: seen.extend(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""IFEval: the official checkers' verdicts, which repeat, and without any download."""
+"""IFEval: verdicts of the official checkers, reproducible and without any download."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def task_of(tmp_path: Path, *entries: Any) -> tuple[Task, list[Item]]:
     return task, list(task.items("test", chat=True))
 
 
-def test_an_answer_is_what_a_text_follows(tmp_path: Path) -> None:
+def test_an_answer_lists_the_followed_instructions(tmp_path: Path) -> None:
     # Arguments that do not apply are left out, or null.
     given = [{"num_words": None, "relation": None}, {"num_bullets": None, **FEW}]
     task, items = task_of(tmp_path, entry(), entry(key=8, kwargs=given))
@@ -74,7 +74,7 @@ def test_an_answer_is_what_a_text_follows(tmp_path: Path) -> None:
         ((REPEAT, {"prompt_to_repeat": ASKED}), f"{ASKED} Figs.", "Figs."),
         ((LETTERS, {"letter": "g", "let_frequency": 2, "let_relation": "at least"}), "gG", "gab"),
         ((FRENCH, {"language": "fr"}), "Les figues sont bonnes.", "The figs are quite good."),
-        # What nltk's data of Punkt is for.
+        # These need nltk's Punkt data.
         (
             (SENTENCES, {"relation": "less than", "num_sentences": 3}),
             "It is a fig. It is ripe!",
@@ -91,17 +91,17 @@ def test_verdicts(instruction: tuple[str, dict[str, Any]], right: str, wrong: st
     assert [check([instruction], ASKED, text)[0] for text in (right, wrong)] == [True, False]
 
 
-def test_what_verdicts_depend_on(tmp_path: Path) -> None:
-    """A study goes on with the checkers that it began with, or not at all."""
+def test_identity_of_the_checkers(tmp_path: Path) -> None:
+    """A study continues only with the checkers with which it began."""
     task, _ = task_of(tmp_path, entry())
     identity = task.identity()
     assert {*identity} == {"lm_eval", "nltk", "langdetect", "punkt"}
     assert identity["nltk"] == nltk.__version__
 
 
-def test_verdicts_repeat() -> None:
-    """Also where the original draws: the letter, where the wanted one is none; and in guesses of a
-    language from little. Draws of others go on as if none had been."""
+def test_verdicts_are_reproducible() -> None:
+    """The original has random choices: a letter if the given one is not a letter, and guesses of
+    the language of short texts. The global random state does not change."""
     drawn = (LETTERS, {"letter": "#", "let_frequency": 1, "let_relation": "at least"})
     texts = [*"abcdefghijklmnopqrstuvwxyz", "taxi", "hotel bar", "mama"]
     instructions: list[Instruction] = [drawn, (FRENCH, {"language": "en"})]
@@ -125,13 +125,13 @@ NO_ENTRIES: list[dict[str, Any]] = [
 ]
 
 
-def test_a_text_of_no_language_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_text_without_a_language_passes(caplog: pytest.LogCaptureFixture) -> None:
     assert check([(FRENCH, {"language": "fr"})], ASKED, "123") == [True]
     assert not caplog.records
 
 
 @pytest.mark.parametrize("changes", NO_ENTRIES)
-def test_bad_entries_are_one_line(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_errors_of_bad_entries(tmp_path: Path, changes: dict[str, Any]) -> None:
     form = (
         r"entries\.jsonl: entry 2: an entry is an object with the integer 'key', the text 'prompt'"
     )

@@ -1,4 +1,4 @@
-"""Search methods as settings of a study: what a sweep says of them, and what a study records."""
+"""Search methods as settings of a study: the sweep file, and the recorded rows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_methods_are_settings(tmp_path: Path) -> None:
         if setting == "one":
             assert "votes" not in row
             continue
-        # Its first continuation is the row of one sample.
+        # The first continuation of a search equals the single sample.
         assert sum(row["votes"].values()) <= 3
         assert one["forwards"] <= row["forwards"] <= 3 * 15
         assert row["forks"] == 0 or setting == "forks"
@@ -57,7 +57,7 @@ def test_methods_are_settings(tmp_path: Path) -> None:
     study = json.loads((output / "study.json").read_text())
     assert study["settings"]["forks"]["method"] == "dts"
     assert "method" not in study["settings"]["one"]
-    # A study goes on with the same methods and settings only. A comparison may be another one.
+    # A study continues only with the same methods and settings. Comparisons may change.
     for old, new, difference in (
         ('"dts"', '"eager"', 'settings.forks.method was "dts" and is now "eager"'),
         ("[[compare]]", f"{MORE}[[compare]]", "settings.more was absent and is now {"),

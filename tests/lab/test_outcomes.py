@@ -1,4 +1,4 @@
-"""Fork strengths against direct readings, and true ones against an enumeration of all texts."""
+"""Fork strengths against their formula, and true strengths against an enumeration of all texts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def direct_strength(chances: list[float], outcomes: list[list[float]]) -> float:
     )
 
 
-def test_strength_is_its_formula() -> None:
+def test_fork_strength_equals_its_formula() -> None:
     rng = np.random.default_rng(0)
     for alternatives in (1, 2, 5):
         chances = rng.random(alternatives)
@@ -39,7 +39,7 @@ def test_strength_is_its_formula() -> None:
 
 
 def test_permuted_strength_is_the_mean_over_permutations() -> None:
-    """Against every permutation; 100 of them are within 5 standard errors."""
+    """The estimate from 100 permutations is within 5 standard errors of the exact mean."""
     chances, counts = [0.5, 0.3], np.array([[3, 0], [1, 2]])
     samples = [0, 0, 0, 0, 1, 1]
     each = []
@@ -51,7 +51,7 @@ def test_permuted_strength_is_the_mean_over_permutations() -> None:
     assert found == permuted_strength(chances, counts)
 
 
-def test_permuted_strength_is_a_direct_reading_of_its_permutations() -> None:
+def test_permuted_strength_equals_a_direct_computation() -> None:
     chances, counts = [0.6, 0.2, 0.1], np.array([[4, 1, 0, 0], [0, 2, 2, 1], [0, 0, 0, 5]])
     samples = [a for row in counts for a, count in enumerate(row) for _ in range(count)]
     shuffled = np.random.default_rng(0).permuted(np.tile(samples, (100, 1)), axis=1).tolist()
@@ -70,7 +70,7 @@ def test_a_constant_outcome_has_no_strength() -> None:
 
 
 def toast() -> Document:
-    """`A red` or `B`, then a colour that depends on it; the rest is no alternative."""
+    """Writes `A` or `B`, then a colour that depends on it. `C` is too rare to be an alternative."""
     first = yield from write(weighted("fork", {"A": 0.6, "B": 0.37, "C": 0.03}))
     colours = {"A": {" red": 0.9, " blue": 0.1}, "B": {" red": 0.2, " blue": 0.8}}
     yield from write(" is", weighted("fork", colours.get(first, {" red": 1.0})), ".")

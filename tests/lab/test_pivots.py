@@ -1,5 +1,5 @@
-"""Pivot tokens: each is the greedy answer to a prompt that is longer by what is forced. Sampled
-outcomes: each is that of a row that is run alone with the same random numbers.
+"""Pivot tokens and sampled outcomes of `pivots`, each against a row that runs alone, with forced
+tokens and the same random numbers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a complete run."""
+    """The output folder of a complete run."""
     path = tmp_path_factory.mktemp("pivots")
     found = run_command(*ARGUMENTS, "--output", path)
     assert found.status == 0
@@ -55,7 +55,7 @@ def questions(tiny: LanguageModel) -> dict[str, Question]:
 
 
 def run_alone(model: LanguageModel, request: Request, given: list[int]) -> Row:
-    """A row of its own, whose first tokens are forced."""
+    """Runs a single row whose first tokens are forced."""
     engine = Engine(model, slots=1, capacity=128, recording=Recording(top=2))
     row = Row(request, ahead=given)
     list(engine.run([row]))
@@ -103,7 +103,7 @@ def test_labels_and_measures(
             assert found["mistake"][at] == right
 
 
-def test_outcomes_are_those_of_rows_alone(
+def test_outcomes_equal_those_of_single_rows(
     tiny: LanguageModel, folder: Path, questions: dict[str, Question]
 ) -> None:
     sampler = load_sampler("temperature").with_values({"base.temperature": 1.0})
@@ -126,7 +126,7 @@ def test_outcomes_are_those_of_rows_alone(
     assert checked >= 3
 
 
-def test_strengths_are_those_of_the_outcomes(folder: Path) -> None:
+def test_strengths_equal_those_of_the_outcomes(folder: Path) -> None:
     several = 0
     for found in read(folder):
         for at, tokens in enumerate(found["alternatives"]):
@@ -169,7 +169,7 @@ def test_a_run_resumes(folder: Path, tmp_path: Path) -> None:
         [(i, c) for i, _, c in t] for t in last["alternatives"]
     ]
     assert again["entropy"] == pytest.approx(last["entropy"], abs=1e-4)
-    # Nothing is run again.
+    # A finished run does not run again.
     before = path.read_bytes()
     assert run_command(*ARGUMENTS, "--output", tmp_path).status == 0
     assert path.read_bytes() == before
@@ -178,7 +178,7 @@ def test_a_run_resumes(folder: Path, tmp_path: Path) -> None:
 def test_rows_print_the_summary(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of answers that are the same, but enough to be summarised."""
+    """The answers are repeated so that there are enough of them for a summary."""
     monkeypatch.setattr(prediction, "_RESAMPLES", 20)
     answers = [each for each in read(folder) if each["task"] == "stories"] * 2
     path = tmp_path / "tokens.jsonl.gz"

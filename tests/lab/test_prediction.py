@@ -1,4 +1,4 @@
-"""The regression, its bootstrap and its measures against slow, direct readings in float64."""
+"""The regression, its bootstrap and its measures against slow, direct computations in float64."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Floats = NDArray[np.float64]
 
 
 def make_tokens(prompts: int, seed: int) -> Tokens:
-    """About ten tokens of each prompt. The varentropy decides the strength, and no other measure
-    but the index does."""
+    """Returns about ten tokens per prompt. The strength depends only on varentropy, index and
+    noise."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(6, 15, prompts)
     count = int(sizes.sum())
@@ -45,7 +45,7 @@ def make_tokens(prompts: int, seed: int) -> Tokens:
 
 
 def lstsq(features: Floats, penalties: Floats, targets: Floats) -> Floats:
-    """Ridge regression as least squares with a row for each penalty."""
+    """Solves ridge regression as least squares with an extra row for each penalty."""
     rows = np.concatenate([features, np.diag(np.sqrt(penalties))])
     zeros = np.zeros((len(penalties), targets.shape[1]))
     return np.linalg.lstsq(rows, np.concatenate([targets, zeros]), rcond=None)[0]
@@ -73,7 +73,7 @@ def test_features_are_standardised_with_their_logarithms() -> None:
     np.testing.assert_array_equal(penalties[1:], [6] * 6 + [3] * 3)
 
 
-def test_predictions_are_ridge_regressions_on_other_folds() -> None:
+def test_predictions_equal_ridge_regressions_on_other_folds() -> None:
     tokens = make_tokens(17, 1)
     features, penalties = tokens.features([BASE, ("varentropy",)])
     targets = np.stack([tokens.columns["pivot"], tokens.columns["strength"]], axis=1)
@@ -82,8 +82,8 @@ def test_predictions_are_ridge_regressions_on_other_folds() -> None:
     np.testing.assert_allclose(found, expected, atol=1e-9)
 
 
-def test_no_prompt_predicts_its_own_tokens() -> None:
-    """Other labels in a fold do not change the predictions of the fold."""
+def test_predictions_do_not_use_labels_of_their_fold() -> None:
+    """Different labels in a fold do not change the predictions of that fold."""
     tokens = make_tokens(20, 2)
     features, penalties = tokens.features([BASE])
     targets = tokens.columns["pivot"][:, None]
@@ -136,7 +136,7 @@ def test_the_bootstrap_refits_with_all_copies_of_a_prompt_in_its_fold(
         predicted = direct_predictions(
             features[drawn], penalties, wanted[drawn], tokens.folds[drawn]
         )
-        # Copies are equal but for the last digits, and so are equally ranked.
+        # Predictions of copies differ only by rounding, and get equal ranks.
         predicted = predicted.round(9)
         area = auroc(predicted[:, 0], wanted[drawn, 0] > 0)
         rho = stats.spearmanr(predicted[:, 1], wanted[drawn, 1]).statistic

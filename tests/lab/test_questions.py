@@ -1,4 +1,4 @@
-"""The project's own questions: their files are balanced, and right answers are right."""
+"""The project's own questions: balanced files, extraction of answers, and bad lines."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ BAD_YES_NO = [(" ", "no"), ("q", "Yes"), ("q", True), (3, "no")]
         ),
     ],
 )
-def test_bad_lines_are_named(tmp_path: Path, name: str, good: Any, bad: Any) -> None:
+def test_errors_contain_the_line(tmp_path: Path, name: str, good: Any, bad: Any) -> None:
     path = tmp_path / "own.jsonl"
     path.write_text(f"{json.dumps(good)}\n{json.dumps(bad)}\n")
     task, _ = load(name)

@@ -27,7 +27,7 @@ from entropix_jax.lab.statistics import (
 from tests.support.runs import unrun
 
 Floats = NDArray[np.float64]
-STRATA = [0] * 7 + [1] * 3 + [4] * 5  # tasks of unlike size, one number left out
+STRATA = [0] * 7 + [1] * 3 + [4] * 5  # tasks of different sizes, with a gap in the ids
 
 
 def rng_of(seed: int = 0) -> np.random.Generator:
@@ -43,8 +43,8 @@ def bounds(values: Sequence[float] | Floats) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("items", [1, 7, 100])
-def test_equal_scores_have_an_interval_without_width(items: int) -> None:
-    """A sampler that gets everything right, in tasks of different sizes."""
+def test_equal_scores_have_an_interval_of_zero_width(items: int) -> None:
+    """All answers are right, in tasks of different sizes."""
     bootstrap = Bootstrap([0] * items + [1] * 3, resamples=500)
     found = bootstrap.estimate(np.ones(items + 3))
     assert (found.value, found.low, found.high) == pytest.approx((1, 1, 1), abs=1e-14)
@@ -55,7 +55,7 @@ def test_equal_scores_have_an_interval_without_width(items: int) -> None:
 
 
 def weights() -> tuple[Floats, Floats]:
-    """Of the items in the study [I], and in each resample [10,000, I]."""
+    """Returns the weights of the items in the study [I], and in each resample [10,000, I]."""
     strata, rng = np.asarray(STRATA), rng_of(0)
     even, drawn = np.zeros(len(strata)), np.zeros((10_000, len(strata)))
     for task in (0, 1, 4):
@@ -67,7 +67,7 @@ def weights() -> tuple[Floats, Floats]:
 
 
 def test_the_mean_and_its_interval() -> None:
-    """Resampled by hand, in float64."""
+    """Compares with a plain bootstrap in float64."""
     scores, (even, drawn) = rng_of(2).random(len(STRATA)), weights()
     found = Bootstrap(STRATA).estimate(scores)
     assert (found.low, found.high) == pytest.approx(bounds(drawn @ scores), abs=1e-6)
@@ -80,7 +80,7 @@ def test_the_mean_and_its_interval() -> None:
 
 @pytest.mark.parametrize("paired", [False, True])
 def test_intervals_cover_the_truth(paired: bool) -> None:
-    """In 92 to 98 % of 400 simulated studies: for a score, and for a paired difference."""
+    """Intervals of scores and of paired differences cover it in 92 to 98 % of 400 simulations."""
     strata, seeds, covered = [0] * 60 + [1] * 40, 3, 0
     for study in range(400):
         rng = rng_of(1000 + study)
@@ -120,8 +120,8 @@ def test_joint_intervals_by_hand() -> None:
 
 
 def test_joint_intervals_cover_all_differences() -> None:
-    """In 92 to 98 % of simulated studies of eight settings, half of which differ from the baseline;
-    intervals that stand each for itself do in fewer."""
+    """Joint intervals cover all differences in 92 to 98 % of simulated studies of eight settings,
+    half of which differ from the baseline. Uncorrected intervals do so less often."""
     items, settings, studies = 80, 8, 300
     truth = np.repeat([0.0, 0.15], settings // 2)
     joint = single = 0
@@ -129,7 +129,7 @@ def test_joint_intervals_cover_all_differences() -> None:
     for study in range(studies):
         rng = rng_of(5000 + study)
         noise = rng.normal(size=(settings + 1, items))
-        differences = truth[:, None] + noise[1:] - noise[0]  # of one baseline
+        differences = truth[:, None] + noise[1:] - noise[0]  # with a shared baseline
         values, each = zip(*(bootstrap.ratio(d, np.ones(items)) for d in differences), strict=True)
         found = joint_intervals(values, np.stack(each))
         joint += all(one.low <= t <= one.high for one, t in zip(found, truth, strict=True))
@@ -167,7 +167,7 @@ def test_verdicts_and_error_bars() -> None:
 
 
 def test_over_a_curve_by_hand() -> None:
-    """Each resample has a curve of its own, sorted and read at its own costs."""
+    """Each resample has its own curve, sorted and interpolated at its own costs."""
     rng, number = rng_of(4), len(STRATA)
     costs = 3 * rng.random((4, number)) + np.array([2.0, 0.8, 1.5, 1.6])[:, None]
     curve, scores = rng.random((4, number)), rng.random(number)
@@ -202,7 +202,7 @@ def test_a_resample_without_a_cost_has_no_difference() -> None:
     nan, zeros = math.nan, np.zeros(2)
     curve = [((0.0, zeros), (1.0, zeros + 1)), ((2.0, np.array([2.0, nan])), (3.0, zeros + 3))]
     value, each = over_curve(curve, (1.0, np.array([1.0, 1.0])), (5.0, zeros + 5))
-    assert (value, [*each]) == (3.0, [3.0, 4.0])  # of a curve of one point, its score
+    assert (value, [*each]) == (3.0, [3.0, 4.0])  # a curve of one point gives its score
     assert np.isnan(over_curve(curve, (1.0, np.array([nan, 1.0])), (5.0, zeros + 5))[1][0])
 
 
@@ -245,7 +245,7 @@ def test_distinct() -> None:
 
 
 def test_self_bleu() -> None:
-    """Against precisions of n-grams counted by hand."""
+    """Compares with n-gram precisions counted by hand, and with sacrebleu."""
     pytest.importorskip("sacrebleu")
     texts = ["a b c d e", "a b c d f", "", "x b c d e g"]
     one = (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25
@@ -265,7 +265,7 @@ def test_self_bleu() -> None:
         near = min((abs(len(o) - len(words)), len(o)) for o in others)[1]
         wanted.append(math.prod(precisions) ** 0.25 * min(1.0, math.exp(1 - near / len(words))))
     assert self_bleu(texts) == pytest.approx(sum(wanted) / len(wanted))
-    # As sacrebleu has it, smoothing and repeated words included.
+    # sacrebleu, with smoothing and repeated words.
     from sacrebleu.metrics import BLEU
 
     bleu = BLEU(effective_order=True)
@@ -314,7 +314,7 @@ def test_measures_of_a_row() -> None:
         "repetition": None,
     }
     assert measure_row(row_of()) == {}
-    # Surprise beyond all bounds is still a number, which a table can hold.
+    # The perplexity stays finite for any log-probability, so that a table can hold it.
     for logprob in (-1e5, -math.inf):
         found = measure_row(row_of({**tokens[0], "logprob": logprob}))
         assert 1e300 < found["perplexity"] < math.inf

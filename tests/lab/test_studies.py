@@ -81,12 +81,12 @@ def read_table(folder: Path) -> list[dict[str, str]]:
 
 
 def read_page(folder: Path) -> str:
-    """The summary without the commit, which may change while tests run."""
+    """Returns the summary without the commit, which may change while tests run."""
     return re.sub(r"^- commit: .*$", "", (folder / "summary.md").read_text(), flags=re.MULTILINE)
 
 
 def section(folder: Path, name: str) -> list[list[str]]:
-    """The cells of a section's table, without its headings."""
+    """Returns the cells of a section's table, without its headings."""
     text = (folder / "summary.md").read_text().partition(f"## {name}\n")[2].partition("\n## ")[0]
     lines = [line for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
@@ -100,7 +100,7 @@ def write_sweep(folder: Path, text: str) -> Path:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a finished study, beside its sweep."""
+    """The folder of a finished study, next to its sweep file."""
     folder = tmp_path_factory.mktemp("study")
     sweep, output = write_sweep(folder, SWEEP), folder / "out"
     result = run("ablate", sweep, "--output", output, "--slots", 8)
@@ -111,7 +111,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def chosen_samplers(done: Path) -> dict[str, Any]:
-    """The samplers of the finished study by setting."""
+    """Returns the samplers of the finished study by setting."""
     sweep = read_sweep(done.parent / "sweep.toml")
     assert sweep.tuning is not None
     best = section(done, "Tuning")[0][-1]
@@ -141,14 +141,14 @@ def test_tables_have_a_row_for_each_setting_seed_and_item(done: Path) -> None:
     assert {float(row["score"]) for row in rows} == {0.0, 1.0}
 
 
-def test_a_part_of_a_study_has_its_rows(done: Path, tmp_path: Path) -> None:
-    """Fewer items leave the rows of the others as they are, so that a reader can check some."""
+def test_a_part_of_a_study_has_the_same_rows(done: Path, tmp_path: Path) -> None:
+    """Rows do not depend on the number of items, so a reader can reproduce some of them."""
     command = ("ablate", done.parent / "sweep.toml", "--output", tmp_path / "part", "--slots", 8)
     against = tmp_path / "rows.jsonl.xz"
     shutil.copy(done / "rows.jsonl.xz", against)
     result = run(*command, "--items", 1, "--against", against)
     assert (result.status, result.out) == (EXIT_OK, "18 rows compared, 0 differ\n"), result.err
-    # Compared again, with a row less and a changed one.
+    # Compare again, with one row missing and one changed.
     rows = read_rows(str(against))
     one, other = [name for name in rows if name.startswith("test/sums/")][:2]
     del rows[one]
@@ -162,10 +162,10 @@ def test_a_part_of_a_study_has_its_rows(done: Path, tmp_path: Path) -> None:
     assert result.status == 1
 
 
-def test_stored_rows_make_the_output(
+def test_stored_rows_reproduce_the_output(
     done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of it, from each file of rows, without a model."""
+    """Each file of rows reproduces the whole output without a model."""
     monkeypatch.setattr(loading, "load", None)
     shutil.copytree(done, tmp_path / "source")
     whole = b"".join((done / f"{name}.jsonl").read_bytes() for name in ("tuning", "test"))
@@ -186,7 +186,7 @@ def test_stored_rows_make_the_output(
             assert (output / name).read_bytes() == (done / name).read_bytes(), name
 
 
-def test_stored_rows_need_no_file_of_a_task(
+def test_stored_rows_need_no_task_file(
     done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("ENTROPIX_DATA", raising=False)
@@ -255,7 +255,7 @@ def test_each_row_equals_its_generation_alone(done: Path, tiny: LanguageModel) -
         wanted |= {f"action_{action}": expected["actions"].get(action, 0) for action in ACTIONS}
         assert {name: int(row[name]) for name in wanted} == wanted
         assert (row["text"], row["finish_reason"]) == (alone.text, alone.finish_reason)
-        # Other shapes round differently in the last digits.
+        # Rounding depends on the shapes.
         for column, value in (
             ("mean_entropy", np.mean([token.entropy for token in alone.tokens])),
             ("max_varentropy", max(token.varentropy for token in alone.tokens)),
@@ -303,7 +303,7 @@ def test_the_environment_and_the_samplers_are_recorded(done: Path, tiny: Languag
         assert about["settings"][name]["sampler"] == sampler.name
 
 
-def test_a_finished_study_runs_nothing_and_writes_the_same(
+def test_a_finished_study_is_rewritten_without_a_run(
     done: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def files() -> dict[str, bytes]:
@@ -371,8 +371,8 @@ items = 2
 
 
 def test_all_settings_share_their_programs(words: Path, folder: str, tmp_path: Path) -> None:
-    """Two, without lanes and with them, and one of tuning, where no row forks. The keys of a grid
-    become columns and plots."""
+    """Three programs compile: without lanes, with lanes, and one for tuning, where no row forks.
+    The keys of a grid become columns and plots."""
     jitted: Any = decode
     jax.clear_caches()
     output = tmp_path / "out"
@@ -401,7 +401,7 @@ def test_all_settings_share_their_programs(words: Path, folder: str, tmp_path: P
 
 def test_prompts_without_answers(folder: str, tmp_path: Path) -> None:
     prompts, output = tmp_path / "in.jsonl", tmp_path / "out"
-    records: list[dict[str, Any]] = [  # by the hash of their ids
+    records: list[dict[str, Any]] = [  # in the order of the hashes of their ids
         {"id": "chat", "messages": [{"role": "user", "content": "a time"}]},
         {"id": "1", "prompt": "Once upon"},
     ]
@@ -432,7 +432,7 @@ def test_prompts_without_answers(folder: str, tmp_path: Path) -> None:
     (output / "test.jsonl").write_bytes(before + b"{}\n")
     assert "test.jsonl: line 5 is not a result; choose another" in refusal(run(*command))
     (output / "test.jsonl").write_bytes(before)
-    # Further prompts are added, wherever they come in the order of the rows.
+    # More prompts are added at any place in the order of the rows.
     write(*records, {"prompt": "x"})
     succeed(*command)
     items = sorted(row["item"] for row in read_table(output))
@@ -440,8 +440,8 @@ def test_prompts_without_answers(folder: str, tmp_path: Path) -> None:
     assert (output / "test.jsonl").read_bytes().startswith(before)
 
 
-def test_a_task_may_take_fewer_seeds(folder: str, words: Path, tmp_path: Path) -> None:
-    """The first of them; its rows are those of a study in which it takes all seeds."""
+def test_a_task_may_use_fewer_seeds(folder: str, words: Path, tmp_path: Path) -> None:
+    """The task uses the first seeds. Its rows equal those of a study in which it uses all seeds."""
     words.write_text(
         f"{WORDS}\n\nclass Letters(Words):\n    name = 'letters'\n\n\nLETTERS = Letters()\n"
     )
@@ -483,7 +483,7 @@ def test_a_task_may_take_fewer_seeds(folder: str, words: Path, tmp_path: Path) -
             for task in ("words", "letters")
         ]
         assert told[1].startswith(f"{np.mean([*map(np.mean, own)]):.3f} [")
-    # As many samples can vote as each task has.
+    # Votes need several samples of each task.
     assert section(tmp_path / "whole", "Several samples")
     assert not section(tmp_path / "out", "Several samples")
     # Other seeds are another study.
@@ -495,8 +495,10 @@ def test_a_task_may_take_fewer_seeds(folder: str, words: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["ablate", "evaluate"])
-def test_the_type_of_hidden_states(folder: str, words: Path, tmp_path: Path, name: str) -> None:
-    """The precision is part of the study's identity: another one is refused."""
+def test_the_precision_identifies_a_study(
+    folder: str, words: Path, tmp_path: Path, name: str
+) -> None:
+    """A study cannot continue with another precision."""
     if name == "ablate":
         text = "tasks = ['own.py:WORDS']\nitems = 2\n[settings.min-p]\nsampler = 'min-p'\n"
         given: tuple[object, ...] = (write_sweep(tmp_path, text),)
@@ -514,8 +516,8 @@ def test_the_type_of_hidden_states(folder: str, words: Path, tmp_path: Path, nam
 def test_tasks_with_and_without_a_score(
     folder: str, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Samplers are tuned by the first alone. Files are found by their published names, and another
-    folder with the same ones continues the study."""
+    """Only tasks with a score are used for tuning. Files are found by their published names, and
+    another folder with the same files continues the study."""
     text = "tasks = ['own.py:WORDS', 'writing']\nitems = 2\nmax_new_tokens = 4\n"
     text += "[tuning]\nsamplers = ['top-p']\nsettings = 2\nitems = 2\n"
     sweep, output = write_sweep(tmp_path, text), tmp_path / "out"
@@ -551,7 +553,7 @@ def test_tasks_with_and_without_a_score(
 def test_a_documented_task_and_the_name_of_the_model(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hub snapshot's folder is named by a hash: results have the name that was given."""
+    """Results contain the given name, since the folder of a hub snapshot is named by a hash."""
     pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
     blocks = [re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S) for page in pages]
     (code,) = (block for page in blocks for block in page if "CAPITALS" in block)
@@ -600,7 +602,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.fixture
 def scene(words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The working directory, with what the mistakes name."""
+    """The working directory, with the files that the mistakes refer to."""
     (tmp_path / "own.toml").write_text('extends = "greedy"\n')
     layers = "metrics.layers = [1, 1, 1, 1, 1, 1, 1]"
     (tmp_path / "long.toml").write_text(f'extends = "greedy"\n{layers}\n')
@@ -612,7 +614,7 @@ def scene(words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("name", "changes", "reason"), MISTAKES, ids=[m[2] for m in MISTAKES])
-def test_mistakes_are_one_line(
+def test_errors_of_studies_are_one_line(
     folder: str, scene: None, name: str, changes: dict[str, Any], reason: str
 ) -> None:
     given: dict[str, Any] = {"--output": "out", "--model": folder, "--slots": 4}
@@ -665,9 +667,7 @@ def failing(self: Task, split: str, *, chat: bool) -> Iterator[Item]:
         ({"measures": lambda *_: {"tokens": (1.0, 2.0)}}, "'tokens' is a measure of every text"),
     ],
 )
-def test_errors_of_a_users_task_are_one_line(
-    tiny: LanguageModel, members: dict[str, Any], reason: str
-) -> None:
+def test_errors_of_a_users_task(tiny: LanguageModel, members: dict[str, Any], reason: str) -> None:
     plain = {"name": "words", "chat": False, "extract": lambda self, item, text: text}
     plain |= made(Item("a", "Berlin", "Berlin"))
     task: Task = type("Words", (Task,), plain | members)()
@@ -683,7 +683,7 @@ def test_errors_of_a_users_task_are_one_line(
         score_all()
     assert str(caught.value).startswith("task 'words': ")
     assert reason in str(caught.value)
-    if "max_new_tokens" in members:  # which the command's own limit replaces
+    if "max_new_tokens" in members:  # the command's own limit replaces it
         assert next(read_questions(tiny, task, "test", 0, 2)).max_new_tokens == 2
 
 
@@ -713,7 +713,7 @@ def test_an_interrupted_study_continues(
     options = ("--model", folder, "--slots", 4)
     succeed("ablate", sweep, "--output", whole, *options)
     write, written = Store.write, 0
-    signals = {5: signal.SIGINT, 30: signal.SIGTERM}  # after how many rows
+    signals = {5: signal.SIGINT, 30: signal.SIGTERM}  # by the number of rows
 
     def interrupt(*arguments: Any) -> None:
         nonlocal written

@@ -1,4 +1,4 @@
-"""Sweep files: settings, random draws, tuning candidates, and refusals."""
+"""Sweep files: settings, random draws, tuning candidates, and errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def varied(sweep: Sweep) -> list[Mapping[str, Any]]:
 
 
 def changed(setting: Setting, base: str = "entropix") -> dict[str, Any]:
-    """The values of a setting's sampler that differ from a preset."""
+    """Returns the values of a setting's sampler that differ from a preset."""
     values, own = setting.sampler.values, load_sampler(base).values
     return {key: value for key, value in values.items() if value != own.get(key)}
 
@@ -61,12 +61,12 @@ def tune(
 
 
 def draws(sampler: str, ranges: Mapping[str, Any], number: int) -> list[Mapping[str, Any]]:
-    """The values of random draws for tuning."""
+    """Returns the values of random draws for tuning."""
     (_, *group) = tune([sampler], settings=number + 1, over={sampler: ranges})[sampler]
     return [setting.varied for setting in group]
 
 
-# The files that come with the package
+# Shipped files
 
 
 def test_shipped_sweeps() -> None:
@@ -77,7 +77,7 @@ def test_shipped_sweeps() -> None:
             assert sweep.description
             assert sweep.baseline in names
             assert len(names) > 1
-    # Each mechanism is switched off alone, and every setting differs from the base.
+    # Each mechanism is disabled separately, and every setting differs from the base.
     base, *others = read_sweep(find_sweep("mechanisms")).settings
     assert (base.name, changed(base)) == ("entropix", {})
     assert all(changed(setting) for setting in others)
@@ -87,7 +87,7 @@ def test_shipped_sweeps() -> None:
 
 
 def test_a_grid_is_a_product(tmp_path: Path) -> None:
-    """The last key varies fastest; tables and dotted keys are equivalent."""
+    """The last key varies fastest. Tables and dotted keys are equivalent."""
     text = '[grid]\n"base.top_k" = [5, 10]\n[grid.thresholds]\nh1 = [0.1, 0.2, 0.3]\n'
     base, *others = read(tmp_path, text).settings
     points = list(itertools.product([5, 10], [0.1, 0.2, 0.3]))
@@ -122,19 +122,19 @@ def test_random_draws() -> None:
         assert below == pytest.approx(150, abs=4 * math.sqrt(300) / 2)
 
 
-def test_draws_are_repeated_until_they_fit() -> None:
+def test_invalid_draws_are_repeated() -> None:
     both = {f"thresholds.{name}": {"from": 0, "to": 4} for name in ("h1", "h2")}
     points = draws("entropix", both, 50)
     assert len(points) == 50
     assert all(point["thresholds.h1"] <= point["thresholds.h2"] for point in points)
-    # All draws of a small space.
+    # All points of a small space.
     few = {"arms.mid": ["sample", "argmax"], "base.top_k": [1, 2, 2]}
     assert len({tuple(point.values()) for point in draws("entropix", few, 4)}) == 4
     with pytest.raises(UserError, match=r"tuning: over.entropix: only 4 of 5 draws"):
         draws("entropix", few, 5)
 
 
-def test_draws_fit_the_tables_of_the_model(tmp_path: Path) -> None:
+def test_draws_are_valid_with_the_tables_of_the_model(tmp_path: Path) -> None:
     """A drawn number may not cross a threshold that is a percentile."""
     tables = calibration_of({0: 0.0, 100: 10.0}, {0: 0.0, 60: 0.5, 100: 25.0})
 
@@ -170,14 +170,14 @@ def test_named_settings(tmp_path: Path) -> None:
     assert changed(plain, "temperature") == {"branch.depth": 5, "base.temperature": 0.5}
     assert [setting.name for setting in sweep.settings] == ["own", "no-branch", "plain"]
     assert not varied(sweep)
-    # Without a base that is asked for or changed, the named settings are all there are.
+    # Without a base or a change of it, there are only the named settings.
     alone = read(tmp_path, '[settings.greedy]\nsampler = "greedy"\n')
     assert [setting.name for setting in alone.settings] == [alone.baseline] == ["greedy"]
     listed = read(
         tmp_path, 'samplers = ["min-p", "own.toml"]\n[settings.own2]\nsampler = "own.toml"'
     )
     assert [setting.name for setting in listed.settings] == ["min-p", "own", "own2"]
-    # Further baselines stand behind the first.
+    # More baselines follow the first.
     text = "baselines = ['plain', 'own', 'no-branch']\nbase = 'own.toml'\n"
     assert alone.baselines == ()
     text += "[settings.no-branch]\n'arms.lehv' = 'explore'\n[settings.plain]\nsampler = 'greedy'\n"
@@ -201,8 +201,8 @@ def test_files_are_named_from_the_sweeps_folder(tmp_path: Path) -> None:
     )
 
 
-def test_numbers_by_task(tmp_path: Path) -> None:
-    """The task's own number, else the default; a part of a study takes no more than it says."""
+def test_counts_by_task(tmp_path: Path) -> None:
+    """Uses the task's own count, else the default. `at_most` limits both."""
     sweep = read(tmp_path, "items = { sums = 7, facts = 0 }\n[max_new_tokens]\nsums = 9\n")
     assert [sweep.items.of(task) for task in ("sums", "facts", "forks")] == [7, 0, 100]
     assert [sweep.max_new_tokens.of(task) for task in ("sums", "facts")] == [9, None]
@@ -226,7 +226,7 @@ def test_numbers_by_task(tmp_path: Path) -> None:
 
 
 def test_comparisons(tmp_path: Path) -> None:
-    """By default all settings outside of the curve are compared, tuned ones included."""
+    """By default, all settings outside the curve are compared, including tuned ones."""
     text = "samplers = ['greedy', 'min-p', 'top-p']\n[tuning]\nsamplers = ['mirostat']\n"
     table = "[[compare]]\nby = 'forwards'\ncurve = ['min-p', 'greedy']\n"
     own = "settings = ['top-p']\npairs = [['greedy', 'top-p']]\nmargin = 0.03\ntasks = ['sums']\n"
@@ -242,7 +242,7 @@ def test_comparisons(tmp_path: Path) -> None:
 
 
 def test_candidates() -> None:
-    """The same number of each sampler, the first unchanged; one without ranges is its only one."""
+    """Samplers have equally many candidates, the first unchanged, or only one without ranges."""
     candidates = tune(["greedy", "top-p", "entropix"], settings=5)
     numbers = {name: len(group) for name, group in candidates.items()}
     assert numbers == {"greedy": 1, "top-p": 5, "entropix": 5}
@@ -255,13 +255,13 @@ def test_candidates() -> None:
         assert {*setting.varied} == {"base.temperature", "base.top_p"}
         assert 0.2 <= setting.varied["base.temperature"] <= 1.2
         assert 0.5 <= setting.varied["base.top_p"] <= 0.99
-    # A sampler's candidates do not depend on the others, nor on their number.
+    # A sampler's candidates do not depend on other samplers or on their number.
     alone = tune(["top-p"], settings=9)["top-p"]
     assert [one.varied for one in alone[:5]] == [one.varied for one in candidates["top-p"]]
 
 
-def test_a_file_is_tuned_as_what_it_extends(tmp_path: Path) -> None:
-    """As the nearest one with ranges; if all arms are argmax, not at all."""
+def test_a_file_is_tuned_like_its_base(tmp_path: Path) -> None:
+    """A file uses the ranges of its nearest base. If all arms are argmax, it is not tuned."""
     write(tmp_path, 'extends = "min-p"\n', "between.toml")
     write(tmp_path, 'extends = "between.toml"\n[base]\nmin_p = 0.3\n', "own.toml")
     write(tmp_path, 'extends = "greedy"\n', "still.toml")
@@ -276,7 +276,7 @@ def test_a_file_is_tuned_as_what_it_extends(tmp_path: Path) -> None:
         assert all(one.varied.keys() == theirs.varied.keys() for one in tuning.candidates[name][1:])
 
 
-# What is refused
+# Errors
 
 TUNE = '[tuning]\nsamplers = ["top-p"]\n'
 MANY = list(range(400))
@@ -340,7 +340,7 @@ BAD: list[tuple[str, str]] = [
 
 
 def test_settings_of_another_sweep(tmp_path: Path) -> None:
-    """Those of the file itself come on top, and everything else is its own."""
+    """The file's own settings override them, and all other keys are its own."""
     shared = "tasks = ['facts']\n[settings.a]\n'base.top_k' = 5\n[settings.b]\n'base.top_k' = 6\n"
     (tmp_path / "shared.toml").write_text(shared)
     path = write(

@@ -25,7 +25,7 @@ from entropix_jax.text.tokenizer import Tokenizer, load_tokenizer
 TINY = Path(__file__).parents[2] / "weights" / "tiny"
 WORLD = create(WORLD_SEED)
 SPLITS: tuple[Split, ...] = ("tuning", "test")
-SAMPLE = 150  # of a split's items, where all ways to answer each are looked at
+SAMPLE = 150  # items of a split whose possible answers are all checked
 KINDS: dict[str, Kind] = {"sums": "sum", "word-problems": "word"}
 
 
@@ -37,10 +37,10 @@ def question_of(item: Item) -> str:
     return item.prompt if isinstance(item.prompt, str) else item.prompt[-1]["content"]
 
 
-def ways(
+def all_continuations(
     make: Callable[[], Document], said: tuple[str, ...] = (), ends: Collection[str] = ()
 ) -> Iterator[tuple[str, ...]]:
-    """All continuations of a text, up to its end or one of the terminals `ends`."""
+    """Yields all continuations of a text, up to its end or one of the terminals `ends`."""
     start = len(said)
 
     def follow(said: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
@@ -56,12 +56,12 @@ def ways(
 
 @cache
 def posed(kind: Kind, split: Split) -> dict[str, tuple[Sum, ...]]:
-    """The steps of problems by their question."""
+    """Returns the steps of problems by their question."""
     return {problem.question: problem.steps for problem in problems(kind, split, SAMPLE, seed=0)}
 
 
 def right_replies(task: Task, item: Item, tokenizer: Tokenizer) -> list[tuple[str, ...]]:
-    """All of the world's own answers to an item, in terminals."""
+    """Returns all of the world's own answers to an item, in terminals."""
     if task.name in KINDS:
         split: Split = "test" if "-test-" in item.id else "tuning"
         first, *rest = posed(KINDS[task.name], split)[question_of(item)]
@@ -73,12 +73,12 @@ def right_replies(task: Task, item: Item, tokenizer: Tokenizer) -> list[tuple[st
                 yield from answer_sum(first, lead="")
             yield certain("fixed", TURN_END)
 
-        return list(ways(reply))
+        return list(all_continuations(reply))
     if isinstance(item.prompt, str):
         said, ends = f"{BEGIN}{item.prompt}", lexicon.spaced(item.truth or ())
     else:
         said, ends = tokenizer.render_chat([dict(m) for m in item.prompt]), (TURN_END,)
-    return list(ways(lambda: document(WORLD), lexicon.split_terminals(said), ends))
+    return list(all_continuations(lambda: document(WORLD), lexicon.split_terminals(said), ends))
 
 
 # The tiny world's tasks.
@@ -109,8 +109,8 @@ def test_items_never_change(name: str, sizes: tuple[int, int], digest: str):
     ("name", "counts", "longest"),
     [("sums", [3], 9), ("word-problems", [5], 21), ("facts", [3], 8), ("forks", [1, 3], 9)],
 )
-def test_the_worlds_own_answers_are_right_and_fit(name: str, counts: list[int], longest: int):
-    """Worked or direct, with or without a hesitation: `counts` ways each. The longest in tokens."""
+def test_the_worlds_own_answers_score_1_and_fit(name: str, counts: list[int], longest: int):
+    """An answer has `counts` forms. `longest` is the number of tokens of the longest one."""
     task, tokenizer = find_task(name), load_tokenizer(TINY)
     lengths = set()
     for item in (item for split in SPLITS for item in items_of(task, split)[:SAMPLE]):
@@ -123,7 +123,7 @@ def test_the_worlds_own_answers_are_right_and_fit(name: str, counts: list[int], 
             assert answer == (item.answer or reply[-1].lstrip(" "))
             lengths.add(len(tokenizer.encode(text, add_bos=False)) + reply.count(TURN_END))
     assert max(lengths) == longest
-    assert longest + 2 <= task.max_new_tokens  # a thought besides, ` Wait...`
+    assert longest + 2 <= task.max_new_tokens  # plus a thought, ` Wait...`
     assert task.stop == ()
 
 
@@ -145,8 +145,8 @@ def test_other_answers_are_wrong(name: str, wrong: list[str]):
             assert task.score(item, answer) == 0.0, text
 
 
-def test_forks_tell_the_true_probabilities():
-    """As in the grammar without hesitations: after a pause, if one is possible."""
+def test_forks_have_the_true_probabilities():
+    """The probabilities of the grammar exclude hesitations, so they follow a pause if possible."""
     for item in (item for split in SPLITS for item in items_of(find_task("forks"), split)):
         said = lexicon.split_terminals(f"{BEGIN}{item.prompt}")
         upcoming = replay(document(WORLD), said)
@@ -163,12 +163,12 @@ def test_forks_tell_the_true_probabilities():
 
 # Documents.
 
-THOUGHT = " Wait..."  # that a sampler injects
+THOUGHT = " Wait..."  # an injected thought
 
 
 def continuations(length: int = 48, hesitant: float = 0.0) -> Iterator[tuple[Item, list[str]]]:
-    """Every test item with a continuation of `length` terminals sampled from the world, without
-    chats; `hesitant` is the probability of an extra hesitation where one is possible.
+    """Yields every test item with a continuation of `length` terminals sampled from the world,
+    without chats. `hesitant` is the probability of an extra hesitation where one is possible.
     """
     rng = Random("continuations")
     for item in items_of(find_task("documents"), "test"):
@@ -192,8 +192,8 @@ def judged(item: Item, text: str) -> float:
 
 @pytest.mark.parametrize("hesitant", [0.0, 0.3])
 def test_the_worlds_own_text_is_possible(hesitant: float):
-    """Wherever it is cut, within a terminal and between two, into the next documents; and wherever
-    a thought stands, also within a restatement after a hesitation of the world, and cut."""
+    """Texts may be cut anywhere, also within a terminal, and contain the next documents. A thought
+    may be anywhere in it, also within a restatement after a hesitation, and may be cut."""
     task, rng = find_task("documents"), Random("thoughts")
     specials = re.compile("|".join(map(re.escape, lexicon.SPECIALS)))
     for index, (item, terminals) in enumerate(continuations(hesitant=hesitant)):
@@ -216,18 +216,18 @@ def test_the_worlds_own_text_is_possible(hesitant: float):
 @pytest.mark.parametrize(
     ("prompt", "text", "told", "share"),
     [
-        # A word that is restated, as the world does.
+        # A restated word, as in the world's text.
         ("On", " Monday Wait... On Monday Anna", " Monday Anna", 1.0),
         ("Anna", ":\n Wait... Hello", ":\n Hello", 1 / 3),
-        # One that the world would not restate there.
+        # A restatement that the world does not have.
         ("12 + 7 =", " 19. 22 + Wait... 22 + 22 = 44.", " 19. 22 + 22 = 44.", 1.0),
         ("Guests:", " Anna, Wait... Anna, Bob", " Anna, Anna, Bob", 2 / 5),
         # Restated up to where the budget ends.
         ("12 + 7 =", " 19. 22 + Wait... 22 +", " 19. 22 +", 1.0),
         ("On", " Monday Wait... On Mon", " Monday", 1.0),
-        # Something else.
+        # Another word.
         ("On Monday", " Wait... On Friday Anna", " On Friday Anna", 0.0),
-        # A remark that tells more than what it leads back to.
+        # A thought followed by more than the restatement.
         (
             "Anna has 20 pens. Anna loses 5 pens. Anna loses 5 pens. How many pens does Anna have?",
             " Answer: Wait... 20 - 5 = 15. 15 - 5 = 10. Answer: 10.",
@@ -248,7 +248,7 @@ def test_judging(prompt: str, text: str, told: str, share: float):
     assert task.score(item, told) == share
 
 
-def test_many_thoughts_take_no_exponential_time():
+def test_many_thoughts_are_judged_fast():
     item = Item("documents-test-1", "On Monday", "")
     assert judged(item, " Wait... On Monday" * 16) == 0.0
     assert judged(item, f"{' Wait... On Monday' * 16} Anna") == 1.0
@@ -267,17 +267,17 @@ PROBLEMS = [
 ROLES = (("user", "question"), ("assistant", "answer"))
 
 
-def test_the_problems_of_a_file_are_the_items(tmp_path: Path):
+def test_items_of_a_gsm8k_file(tmp_path: Path):
     lines = [json.dumps({"question": q, "answer": a, "source": "own"}) for q, a in PROBLEMS]
     (tmp_path / "test.jsonl").write_text(f"{lines[0]}\n\n{lines[1]}\n{lines[2]}")
     task = find_task(f"gsm8k:{tmp_path}/test.jsonl")
-    assert not list(task.items("tuning", chat=False))  # a quarter of three problems is none
+    assert not list(task.items("tuning", chat=False))  # a quarter of three problems is zero
     items, chats = (
         {item.id: item for item in task.items("test", chat=chat)} for chat in (False, True)
     )
     answers = {name: item.answer for name, item in items.items()}
     assert answers == {"gsm8k-1": "7", "gsm8k-3": "1280", "gsm8k-4": "-3"}
-    # Eight solved problems stand before the question.
+    # Eight solved problems precede the question.
     text, chat = items["gsm8k-1"].prompt, chats["gsm8k-1"].prompt
     assert isinstance(text, str)
     solved = [json.loads(line) for line in EXEMPLARS.read_text(encoding="utf-8").splitlines()]
@@ -340,7 +340,7 @@ number = 7
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The working directory, with a user's modules that can be imported."""
+    """The working directory, with importable modules of a user."""
     (tmp_path / "own_tasks.py").write_text(OWN)
     (tmp_path / "own_broken.py").write_text("1 / 0")
     (tmp_path / "own_leaving.py").write_text("raise SystemExit(3)")

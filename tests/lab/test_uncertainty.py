@@ -1,4 +1,4 @@
-"""The evaluation of uncertainty against its definitions, read directly in float64."""
+"""The evaluation of uncertainty against its definitions, computed directly in float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 def sample(
     seed: int, number: int, levels: int = 0
 ) -> tuple[np.random.Generator, Floats, NDArray[np.bool_]]:
-    """Uncertainties of answers, many of them equal if there are few levels, and which are wrong."""
+    """Returns uncertainties of answers, with ties if there are few levels, and wrong answers."""
     rng = np.random.default_rng(seed)
     values = rng.integers(0, levels, number).astype(float) if levels else rng.random(number)
     wrong = rng.random(number) < 0.2 + 0.5 * values / values.max()
@@ -29,13 +29,13 @@ def sample(
 
 
 def risk_coverage(wrong: NDArray[np.bool_]) -> float:
-    """The area under the curve of answers in this order."""
+    """Returns the area under the risk-coverage curve of answers in this order."""
     return float(np.mean([np.mean(wrong[:k]) for k in range(1, len(wrong) + 1)]))
 
 
 @pytest.mark.parametrize("levels", [0, 3])
-def test_risk_and_coverage_by_their_definition(levels: int) -> None:
-    """Answers with equal values in every order."""
+def test_risk_and_coverage_equal_their_definition(levels: int) -> None:
+    """Averages over all orders of answers with equal values."""
     _, values, wrong = sample(1, 7, levels)
     orders = [
         [*order]
@@ -51,7 +51,7 @@ def test_risk_and_coverage_by_their_definition(levels: int) -> None:
 
 
 @pytest.mark.parametrize("levels", [0, 4])
-def test_a_resample_is_a_sample_of_its_answers(levels: int) -> None:
+def test_counts_equal_repeated_answers(levels: int) -> None:
     rng, values, wrong = sample(2, 40, levels)
     folds = np.arange(40) % 2
     counts = np.vstack([np.ones(40, int), rng.integers(0, 3, (5, 40))])
@@ -63,7 +63,7 @@ def test_a_resample_is_a_sample_of_its_answers(levels: int) -> None:
         assert [each[index] for each in found] == pytest.approx([each[0] for each in alone])
 
 
-def test_a_perfect_order_and_missing_classes() -> None:
+def test_perfect_order_and_missing_classes() -> None:
     wrong = np.array([False, False, True, True, True])
     found = separate(np.arange(5.0), wrong, np.array([[1] * 5, [1, 1, 0, 0, 0], [0, 0, 1, 1, 1]]))
     assert (found[0][0], found[2][0]) == (1.0, pytest.approx(0.0))
@@ -71,7 +71,7 @@ def test_a_perfect_order_and_missing_classes() -> None:
 
 
 def pool(values: list[float]) -> list[float]:
-    """The isotonic regression of values with equal weights, by pooling adjacent violators."""
+    """Returns the isotonic regression of values with equal weights, by pool-adjacent-violators."""
     blocks: list[list[float]] = []
     for value in values:
         blocks.append([value])
@@ -81,7 +81,7 @@ def pool(values: list[float]) -> list[float]:
 
 
 def fit(values: Floats, wrong: NDArray[np.bool_], at: Floats) -> Floats:
-    """Answers with equal values are one point: each gets their mean outcome."""
+    """Fits isotonic regression. Answers with equal values are one point with their mean outcome."""
     order = np.argsort(values, kind="stable")
     means = [float(wrong[values == value].mean()) for value in values[order]]
     fitted = dict(zip(values[order], pool(means), strict=True))
@@ -89,7 +89,7 @@ def fit(values: Floats, wrong: NDArray[np.bool_], at: Floats) -> Floats:
 
 
 @pytest.mark.parametrize("levels", [0, 5])
-def test_the_calibration_error_by_its_definition(levels: int) -> None:
+def test_the_calibration_error_equals_its_definition(levels: int) -> None:
     _, values, wrong = sample(3, 61, levels)
     folds = np.arange(61) // 3 % 2
     predicted = np.empty(61)
@@ -127,7 +127,7 @@ def answers(number: int = 60) -> pd.DataFrame:
 
 
 def test_measures_of_answers() -> None:
-    """Items are resampled, all measures by the same ones. Directions are fixed in advance."""
+    """All measures share the resamples of items. Directions are fixed in advance."""
     given = answers()
     found = evaluate(given)
     assert [*found["measure"]] == [*UNCERTAINTY]
@@ -159,7 +159,7 @@ def test_answers_without_a_measure_or_a_class() -> None:
     given = answers()
     given.loc[3, "mean_p1"] = math.nan
     assert {*UNCERTAINTY} - {*evaluate(given)["measure"]} == {"mean_p1"}
-    alone = evaluate(given[:3].assign(score=[0.0, 1.0, 1.0]))  # one item has no other half
+    alone = evaluate(given[:3].assign(score=[0.0, 1.0, 1.0]))  # one item is in only one fold
     assert all(math.isnan(one.value) for one in alone["ece"])
     assert not any(math.isnan(one.value) for one in alone["auroc"])
     for score in (0.0, 1.0):

@@ -1,4 +1,4 @@
-"""Votes and choices among samples, by hand; confidence, which weighs them and may end a row."""
+"""Votes and choices among samples, and confidences as weights and as a threshold that ends rows."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_weighted_votes() -> None:
 
 
 def test_scores_of_several_samples() -> None:
-    """On a tie of the first sample."""
+    """On a tie, the first sample is chosen."""
     samples = [
         Sample("a", 0.5, -3.0, 2.0),
         Sample("b", 1.0, -2.0, 1.0),
@@ -59,7 +59,7 @@ def test_scores_of_several_samples() -> None:
 
 
 def row_of(*confidences: float) -> Row:
-    """A row with such tokens; groups are of 16."""
+    """Returns a row with these token confidences. Groups have 16 tokens."""
     tokens: list[Any] = [SimpleNamespace(token_confidence=one) for one in confidences]
     return Row(unrun(), tokens=tokens)
 
@@ -74,8 +74,8 @@ def test_group_confidences() -> None:
 
 
 def test_low_confidence_ends_a_row(tiny: LanguageModel) -> None:
-    """The rows are generated again with a threshold: they end with their first group below it, with
-    the same text up to there. The batch's other rows have none."""
+    """Generates the rows again with a threshold. They end with their first group below it, with the
+    same text up to there. Rows without such a group are unchanged."""
     sampler = load_sampler("temperature").with_values({"confidence.window": 4})
     prompt = tiny.tokenizer.encode("Guests:", add_bos=True)
     specs = [Spec(prompt, str(number), 20) for number in range(8)]
@@ -92,7 +92,7 @@ def test_low_confidence_ends_a_row(tiny: LanguageModel) -> None:
         assert [t.token_id for t in row.tokens] == [t.token_id for t in full.tokens[:number]]
         low = below.size and number < len(full.tokens)
         assert row.finish_reason == ("confidence" if low else full.finish_reason)
-        # What a row reports of itself, again in float64.
+        # The confidences reported by the row, recomputed in float64.
         told, values = row.to_json(), np.array([t.token_confidence for t in row.tokens])
         own = [values[i : i + 4].mean() for i in range(max(number - 3, 1))]
         assert told["mean_confidence"] == pytest.approx(values.mean())

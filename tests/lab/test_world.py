@@ -1,4 +1,4 @@
-"""The generator of the tiny model's text, and how well the model has learned it."""
+"""The generator of the tiny model's text, and the model's divergence from it."""
 
 import itertools
 import json
@@ -114,8 +114,8 @@ def test_replay_names_the_first_impossible_terminal():
         replay(document(WORLD), [*written, " Anna"])
 
 
-def test_distributions_are_valid_and_draws_follow_them(row: list):
-    """The mean of -log2 p over drawn terminals is the entropy, within four standard errors."""
+def test_distributions_are_valid_and_sampled(row: list):
+    """The mean of -log2 p over sampled terminals is the entropy, within four standard errors."""
     known = set(lexicon.TERMINALS)
     for choice in {id(position.choice): position.choice for position in row}.values():
         assert math.fsum(choice.probabilities) == pytest.approx(1.0, abs=1e-12)
@@ -137,7 +137,7 @@ def test_training_text_never_lacks_an_operand():
     """Every reachable first operand, sign and amount leaves a training sum."""
 
     def walk(make) -> None:
-        """Follows all signs and numbers of a part, and one of every other choice."""
+        """Follows all signs and numbers of a part, and the first of every other choice."""
         todo: list[list[str]] = [[]]
         while todo:
             prefix = todo.pop()
@@ -192,14 +192,14 @@ def test_answers_follow_from_the_problems_text():
 # The tokenizer.
 
 
-def test_text_encodes_to_one_token_a_terminal_and_back(row: list):
+def test_each_terminal_is_one_token(row: list):
     tokenizer, text = Tokenizer.from_str(tokenizer_json()), text_of(row)
     encoded = tokenizer.encode(text, add_special_tokens=False).ids
     assert encoded == encode_row(row, IDS)
     assert tokenizer.decode(encoded, skip_special_tokens=False) == text
 
 
-def test_the_build_is_the_shipped_one():
+def test_the_built_tokenizer_equals_the_shipped_one():
     assert (TINY / "tokenizer.json").read_text(encoding="utf-8") == tokenizer_json()
     shipped = json.loads((TINY / "tokenizer_config.json").read_text(encoding="utf-8"))
     assert shipped == tokenizer_config(load_model_config(TINY).max_positions)
@@ -225,7 +225,7 @@ def test_the_chat_template_writes_chats_of_the_grammar():
 # Comparison with a model.
 
 
-def test_the_shipped_model_is_small_and_within_the_criterion():
+def test_the_shipped_model_is_small_and_accurate():
     config = load_model_config(TINY)
     params = load_params(TINY, config, "float32")
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) <= 4_000_000
