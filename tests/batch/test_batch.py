@@ -1,4 +1,4 @@
-"""The batch command: a file of prompts in, a file of results out, whatever happens on the way."""
+"""The batch command: results of a file of prompts, errors, interrupts and several processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def model(folder: str) -> LanguageModel:
 
 
 class Place:
-    """A folder in which batches run from in.jsonl to out.jsonl, with a model of its own."""
+    """A folder in which batches run from in.jsonl to out.jsonl, with their own model."""
 
     def __init__(self, folder: Path, model: str, cache: dict[str, str]) -> None:
         self.path = folder
@@ -63,7 +63,7 @@ class Place:
         return path
 
     def options(self, *given: object) -> list[str]:
-        """All options: those given, and the rest of the place's own."""
+        """Returns the given options, and the defaults for all others."""
         own = {name: value for name, value in self._own.items() if name not in given}
         return [str(part) for part in (*itertools.chain(*own.items()), *given)]
 
@@ -71,7 +71,7 @@ class Place:
         return run_command("batch", *self.options(*given))
 
     def start(self, *given: object, upload_seconds: float = 60.0) -> subprocess.Popen[bytes]:
-        """Runs in a process of its own."""
+        """Starts a run in another process."""
         code = f"""
 from entropix_jax.__main__ import run_module
 from entropix_jax.batch import output
@@ -89,7 +89,7 @@ run_module("batch")
         assert process.returncode == 0, err
 
     def read(self, path: Path | None = None) -> dict[str, Json]:
-        """The results by id, each there once, without their times."""
+        """Returns the results by id, without timings. Checks that each id occurs once."""
         lines = (path or self.output).read_text().splitlines()
         results = {result["id"]: result for result in map(json.loads, lines)}
         assert len(results) == len(lines)
@@ -100,7 +100,7 @@ run_module("batch")
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether results are the same but for rounding: it depends on what forks beside a row."""
+    """Compares results up to rounding, which depends on the forks of other rows."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, float) and isinstance(other, float):
@@ -125,7 +125,7 @@ def place(tmp_path: Path, folder: str, own_cache: dict[str, str]) -> Iterator[Pl
 
 
 def records(number: int) -> list[Json]:
-    """Prompts of several lengths, with budgets, seeds and samplers of their own here and there."""
+    """Returns prompts of several lengths, some with their own budget, seed or sampler."""
     rng = random.Random(3)
     made = []
     for i in range(number):
@@ -142,7 +142,7 @@ def records(number: int) -> list[Json]:
     return made
 
 
-def test_each_record_is_its_row_alone(place: Place, model: LanguageModel) -> None:
+def test_each_record_equals_a_single_row(place: Place, model: LanguageModel) -> None:
     wanted = records(15)
     wanted[3]["id"], wanted[4]["id"] = "a/b", ".."
     place.write(wanted)
@@ -164,7 +164,7 @@ def test_each_record_is_its_row_alone(place: Place, model: LanguageModel) -> Non
         mean = sum(token.entropy for token in row.tokens) / len(row.tokens)
         assert one["mean_entropy"] == pytest.approx(mean, rel=1e-5)
         ids = [token.token_id for token in row.tokens]
-        # Other shapes round differently in the last digits.
+        # Rounding depends on the shapes.
         told = {
             name: pytest.approx(value, rel=1e-5) if isinstance(value, float) else value
             for name, value in row.to_json().items()
@@ -190,8 +190,8 @@ def test_names_of_files() -> None:
         assert len(name.encode()) < 200
 
 
-def test_what_continues_a_run(place: Place) -> None:
-    """The same one, and a longer input; any other run once the sidecar is removed."""
+def test_runs_that_can_be_continued(place: Place) -> None:
+    """A run continues with the same options and more input. Without a sidecar, any run does."""
     sampler = place.path / "own.toml"
     sampler.write_text('extends = "greedy"\n')
     own = {"prompt": "Once", "sampler": str(sampler)}
@@ -231,7 +231,7 @@ def test_what_continues_a_run(place: Place) -> None:
 
 
 def test_fingerprint_of_a_model(tmp_path: Path) -> None:
-    """All files that are read count."""
+    """The fingerprint depends on all files that are read."""
     found = {fingerprint(tmp_path)}
     for name in ("config.json", "chat_template.jinja", "tokenizer.model", "a.safetensors"):
         (tmp_path / name).write_text("some")
@@ -270,10 +270,10 @@ def test_bad_records_are_results(place: Place, model: LanguageModel) -> None:
         assert error["finish_reason"] == "error"
     assert errors == {}
     assert {line["id"] for line in lines if "error" not in line} == {"r0", "r1", "r2"}
-    # They are done, too.
+    # Errors count as done.
     assert place.run("--max-new-tokens", 2).status == EXIT_OK
     assert place.output.read_bytes() == before
-    # To a strict run they are no results; what was complete by then stays.
+    # A strict run stops at an error, and keeps complete results.
     place.output.unlink()
     place.write([*good, bad[0]])
     options = ("--max-new-tokens", 2, "--strict", "--slots", 2)
@@ -289,9 +289,9 @@ def test_bad_records_are_results(place: Place, model: LanguageModel) -> None:
     assert re.fullmatch(r"NaN or infinite logits at position \d+", error)
 
 
-def test_an_input_that_breaks_off(place: Place) -> None:
-    """It is told in one line, and what was complete by then stays."""
-    rng = random.Random(0)  # for notes that no compression makes small
+def test_a_truncated_input(place: Place) -> None:
+    """The error is one line, and complete results are kept."""
+    rng = random.Random(0)  # for notes that do not compress
     lines = [{"id": f"r{i}", "prompt": "Once", "note": rng.randbytes(900).hex()} for i in range(40)]
     data = gzip.compress(place.write(lines).read_bytes())
     source = "memory://broken.jsonl.gz"
@@ -302,8 +302,8 @@ def test_an_input_that_breaks_off(place: Place) -> None:
     assert not any("error" in result for result in place.read().values())
 
 
-def test_a_full_disk(place: Place) -> None:
-    """What has a trace has a result, and the next run makes the rest."""
+def test_a_full_disk_ends_a_batch(place: Place) -> None:
+    """Each trace has a result, and the next run completes the rest."""
     place.write([{"id": name, "prompt": "Once"} for name in "ab"])
     other = place.path / "other.jsonl"
     assert place.run("--max-new-tokens", 3, "--output", other).status == EXIT_OK  # compiles
@@ -340,7 +340,7 @@ MISTAKES: list[tuple[list[str], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "expected"), MISTAKES)
-def test_mistakes(
+def test_errors_of_batch(
     place: Place, monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: str
 ) -> None:
     monkeypatch.chdir(place.path)
@@ -363,10 +363,10 @@ LONG = ("--ignore-eos", "--max-new-tokens", "60")
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["int", "term"]
 )
-def test_a_signal_ends_the_run_with_what_is_complete(
+def test_a_signal_ends_the_run_with_complete_results(
     place: Place, number: signal.Signals, status: int
 ) -> None:
-    """Meanwhile no other run writes there."""
+    """No other run can write to the output meanwhile."""
     place.write(records(2000))
     process = place.start(*LONG)
     wait_for(place.output, 3, process)
@@ -384,11 +384,9 @@ def test_a_signal_ends_the_run_with_what_is_complete(
 
 
 @pytest.mark.parametrize("where", ["local", "s3"])
-def test_a_run_that_is_killed_goes_on(
-    place: Place, where: str, request: pytest.FixtureRequest
-) -> None:
-    """From a file to a file, or from a bucket to a bucket: each id once, and each result as if
-    nothing had happened."""
+def test_a_killed_run_continues(place: Place, where: str, request: pytest.FixtureRequest) -> None:
+    """Reads and writes files or buckets. Each id occurs once, and results equal those of an
+    uninterrupted run."""
     folder = place.path if where == "local" else request.getfixturevalue(where)
     output = f"{folder}/killed.jsonl"
     fs, path = fsspec.core.url_to_fs(output)
@@ -420,7 +418,7 @@ def test_a_run_that_is_killed_goes_on(
 
 @pytest.mark.parametrize("what", ["waiting", "refused", "done"])
 def test_a_run_stops_between_records(model: LanguageModel, what: str) -> None:
-    """As it waits for one that does not come, and among many that run nothing."""
+    """A run stops while it waits for a record, and among many records that need no work."""
     own = Defaults(load_sampler("greedy"), max_new_tokens=9, chat=False, ignore_eos=True)
     run, looks, left = BatchRun(model, own, slots=2, capacity=64), 0, 0
     reading, writing = os.pipe()
@@ -455,8 +453,8 @@ def test_a_run_stops_between_records(model: LanguageModel, what: str) -> None:
 # Hosts
 
 
-def test_two_processes_do_what_one_does(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each needs its index and their number only. Their parts joined are a batch's output."""
+def test_two_processes_equal_one(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process needs only its index and the count. The joined parts are the output of a batch."""
     place.write([*records(9), BAD[0][0]])
     length = ("--max-new-tokens", 8)
     assert place.run(*length, "--distributed", "--processes", 2, "--process", 0).status == EXIT_OK
@@ -474,7 +472,7 @@ def test_two_processes_do_what_one_does(place: Place, monkeypatch: pytest.Monkey
 
 
 def test_the_script_for_a_tpu_vm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a gcloud that prints its arguments: one command, and no other."""
+    """A fake gcloud prints its arguments. The script runs exactly one command."""
     fake = tmp_path / "gcloud"
     fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     fake.chmod(0o755)

@@ -1,5 +1,5 @@
-"""The output of a batch: nothing lost and nothing doubled, wherever a run ends and wherever it
-writes.
+"""The output of a batch. No result is lost or repeated, wherever a run ends and in any kind of
+storage.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def result(number: int) -> dict[str, Any]:
 
 
 def run(address: str, numbers: range) -> int:
-    """One run that writes what is not done of some records; how many it wrote."""
+    """Runs once and writes the missing results. Returns their number."""
     written = 0
     with Store(address, RUN) as store:
         for number in numbers:
@@ -67,13 +67,13 @@ def exists(address: str) -> bool:
     return bool(fs.exists(path))
 
 
-def beside(address: str, name: str) -> str:
-    """Another file of an output's folder."""
+def next_to(address: str, name: str) -> str:
+    """Returns the address of another file in the folder of an output."""
     return address.removesuffix("out.jsonl") + name
 
 
 def lines_of(address: str) -> list[dict[str, Any]]:
-    """The objects of an output, all of whose lines must be whole."""
+    """Returns the objects of an output, and checks that all lines are complete."""
     data = get(address)
     assert not data or data.endswith(b"\n")
     return [json.loads(line) for line in data.split(b"\n")[:-1]]
@@ -85,15 +85,15 @@ def numbers_in(address: str) -> list[int]:
 
 @pytest.fixture
 def memory() -> str:
-    """The address of an empty folder of memory."""
+    """The address of an empty folder in memory."""
     fs = fsspec.filesystem("memory")
     if fs.exists("/store"):
         fs.rm("/store", recursive=True)
     return "memory://store"
 
 
-def either(*kinds: str) -> Any:
-    """A fixture: the address of an output in an empty folder of each of these kinds."""
+def address_in(*kinds: str) -> Any:
+    """Returns a fixture: the address of an output in an empty folder of each of these kinds."""
 
     @pytest.fixture(params=kinds)
     def address(request: pytest.FixtureRequest) -> str:
@@ -102,15 +102,15 @@ def either(*kinds: str) -> Any:
     return address
 
 
-output = either("tmp_path", "memory", "s3")
-remote = either("memory", "s3")  # where output cannot be appended to
-nearby = either("tmp_path", "memory")  # where S3 would add nothing but time
+output = address_in("tmp_path", "memory", "s3")
+remote = address_in("memory", "s3")  # storage without appends
+nearby = address_in("tmp_path", "memory")  # S3 would only add time
 
 
-# What is written
+# Format
 
 
-def test_what_is_written(output: str) -> None:
+def test_format_of_results(output: str) -> None:
     with Store(output, RUN) as store:
         store.write(record(7), {"id": "x", "text": "caf\u00e9\n", "half": "\ud800", "digest": 1})
         with pytest.raises(ValueError, match="not JSON compliant"):
@@ -125,7 +125,7 @@ def test_what_is_written(output: str) -> None:
     assert json.loads(get(f"{output}.run.json"))["identity"] == RUN
 
 
-def test_a_restart_writes_the_rest(output: str) -> None:
+def test_a_restart_writes_missing_results(output: str) -> None:
     assert run(output, range(3)) == 3
     assert run(output, range(2, 6)) == 3
     before = get(output)
@@ -135,12 +135,12 @@ def test_a_restart_writes_the_rest(output: str) -> None:
     assert numbers_in(output) == [*range(8)]
     with Store(output, RUN) as store:
         assert store.done == 8
-    assert run(beside(output, "empty"), range(0)) == 0
-    assert get(beside(output, "empty")) == b""
+    assert run(next_to(output, "empty"), range(0)) == 0
+    assert get(next_to(output, "empty")) == b""
 
 
-def test_what_a_record_is_known_by(nearby: str) -> None:
-    """Its id, or its line and digest. Another record under the same id is refused."""
+def test_identity_of_records(nearby: str) -> None:
+    """The id identifies a record, or line and digest. Another record with the id is an error."""
     written = [BadRecord(1, None, "5", "bad"), BadRecord(2, None, "5", "bad")]
     written += [BadRecord(1, None, "6", "bad"), BadRecord(3, "a", "5", "bad")]
     for left in (4, 0):
@@ -158,11 +158,11 @@ def test_what_a_record_is_known_by(nearby: str) -> None:
         assert left == 0
 
 
-# Ends of all kinds
+# Interruptions
 
 
 def test_torn_at_every_byte(tmp_path: Path) -> None:
-    """Whatever is left of the last two lines, the restart makes the output whole."""
+    """The restart completes the output for any truncation within the last two lines."""
     path = tmp_path / "out.jsonl"
     run(str(path), range(4))
     whole = path.read_bytes()
@@ -182,15 +182,15 @@ def test_torn_at_every_byte(tmp_path: Path) -> None:
 
 
 def test_torn_object(remote: str) -> None:
-    """Some stores leave one behind."""
+    """Some stores keep a truncated object after a failed upload."""
     run(remote, range(3))
     put(remote, get(remote)[:-10])
     assert run(remote, range(2)) == 0
     assert numbers_in(remote) == [0, 1]
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
-    """Which takes a part of the line."""
+def test_a_full_disk_leaves_no_partial_line(tmp_path: Path) -> None:
+    """The disk is full within a line, which is removed again."""
     path = tmp_path / "out.jsonl"
     with Store(str(path), RUN) as store:
         store.write(record(1), result(1))
@@ -212,10 +212,10 @@ def test_a_full_disk(tmp_path: Path) -> None:
         ("os.replace", OSError(28, "No space left"), "run.json: cannot be written: No space left"),
     ],
 )
-def test_file_systems(
+def test_errors_of_file_systems(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, error: OSError, told: str
 ) -> None:
-    """Without locks, over a quota, and full as the sidecar is written."""
+    """Tests file systems without locks, over a quota, and full when the sidecar is written."""
     monkeypatch.setattr(name, Mock(side_effect=error))
     path = str(tmp_path / "out.jsonl")
     if not told:
@@ -226,10 +226,10 @@ def test_file_systems(
     assert name == "os.fsync" or os.listdir(tmp_path) == []
 
 
-# Whose output it is
+# Outputs of other runs
 
 
-def test_another_run(tmp_path: Path) -> None:
+def test_outputs_of_another_run_are_rejected(tmp_path: Path) -> None:
     address = str(tmp_path / "out.jsonl")
     run(address, range(2))
     before = get(address), get(f"{address}.run.json")
@@ -246,7 +246,7 @@ def test_another_run(tmp_path: Path) -> None:
     assert run(address, range(3)) == 1  # nor is it locked
 
 
-def test_a_new_output_that_stays_empty_goes_with_its_error(nearby: str) -> None:
+def test_an_empty_output_is_removed_after_an_error(nearby: str) -> None:
 
     def fail(*numbers: int) -> NoReturn:
         with Store(nearby, RUN) as store:
@@ -258,7 +258,7 @@ def test_a_new_output_that_stays_empty_goes_with_its_error(nearby: str) -> None:
         fail()
     assert not exists(nearby)
     assert not exists(f"{nearby}.run.json")
-    for numbers in ((1,), ()):  # one that holds something, or did before, stays
+    for numbers in ((1,), ()):  # an output with results, now or before, is kept
         with pytest.raises(KeyError):
             fail(*numbers)
         assert exists(f"{nearby}.run.json")
@@ -267,7 +267,7 @@ def test_a_new_output_that_stays_empty_goes_with_its_error(nearby: str) -> None:
 
 
 def test_an_output_without_its_sidecar(nearby: str) -> None:
-    """Results are continued by any run, other content is refused as it is."""
+    """Any run continues results. Other content is rejected and unchanged."""
     run(nearby, range(2))
     fs, path = fsspec.core.url_to_fs(nearby)
     with pytest.raises(UserError, match=f"remove {nearby}.run.json to add this run's results"):
@@ -276,7 +276,7 @@ def test_an_output_without_its_sidecar(nearby: str) -> None:
     with Store(nearby, RUN | {"model": "b"}) as store:
         assert store.done == 2
     for data in ('{"id": 1, "text": "mine"}\n[2]\n\n', "hello", '{"a": 0}\n{"a"'):
-        address = beside(nearby, "other")
+        address = next_to(nearby, "other")
         put(address, data)
         with pytest.raises(UserError, match=r"other: (line 1 is not a|holds no) result"):
             run(address, range(1))
@@ -288,8 +288,8 @@ def test_an_output_without_its_sidecar(nearby: str) -> None:
 
 
 def test_uploads(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each minute, later after a slow upload, and on closing. A kill loses what came after the last
-    one."""
+    """Uploads happen each minute, later after a slow one, and on closing. A killed run loses
+    results after the last upload."""
     clock = Mock(return_value=1000.0)
     monkeypatch.setattr(output_module, "time", Mock(monotonic=clock))
     seen = []
@@ -337,10 +337,10 @@ def test_results_that_cannot_be_uploaded_are_kept(
     assert told.rstrip() == f"{first}; all results are in {kept}"
 
 
-def test_two_runs_at_once_in_a_store(
+def test_two_concurrent_runs_in_a_store(
     remote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They cannot be told before both write."""
+    """Concurrent runs are detected only when both have written."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with Store(remote, RUN) as first:
         second = Store(remote, RUN)
@@ -355,7 +355,7 @@ def test_two_runs_at_once_in_a_store(
 def test_two_writes_of_equal_size_within_a_second(
     s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """S3 has times in seconds: the checksum differs."""
+    """S3 has times in seconds, so only the checksum differs."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     address = f"{s3}/out.jsonl"
     run(address, range(1))
@@ -380,10 +380,10 @@ def test_an_upload_that_fails(remote: str, monkeypatch: pytest.MonkeyPatch) -> N
                 store.write(record(1), result(1))
         assert str(error.value) == f"{remote}: cannot be written: no route"
         assert numbers_in(remote) == [0]
-    assert numbers_in(remote) == [0, 1]  # closing tried again
+    assert numbers_in(remote) == [0, 1]  # closing retries the upload
 
 
-def test_parts_of_an_earlier_version(remote: str) -> None:
+def test_parts_of_an_earlier_version_are_reported(remote: str) -> None:
     put(f"{remote}.parts/000000.jsonl", b"")
     told = f"{remote}.parts: unjoined results of an earlier version of this program: run the same"
     with pytest.raises(UserError, match=f"^{told} command"):
@@ -391,7 +391,7 @@ def test_parts_of_an_earlier_version(remote: str) -> None:
 
 
 def test_a_long_output(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uploaded in pieces, which S3 has from 5 MiB on."""
+    """A long output is uploaded in parts, which S3 supports from 5 MiB."""
     fs = s3fs.S3FileSystem(default_block_size=5 * 2**20)
     monkeypatch.setattr(storage, "resolve", lambda address: (fs, address[5:]))
     address = f"{s3}/out.jsonl"
@@ -402,24 +402,24 @@ def test_a_long_output(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fs.info(address)["ETag"].endswith('-3"')  # pieces
 
 
-# Before the model is loaded
+# Checks before the model is loaded
 
 
 def test_outputs_that_cannot_be_written(output: str) -> None:
-    put(beside(output, "in.jsonl"), b"{}\n")
-    with fsspec.open(beside(output, "folder.jsonl/a"), "wb", auto_mkdir=True):
+    put(next_to(output, "in.jsonl"), b"{}\n")
+    with fsspec.open(next_to(output, "folder.jsonl/a"), "wb", auto_mkdir=True):
         pass
     for address, message in (
-        (beside(output, "folder.jsonl"), "cannot be written: it is a folder"),
+        (next_to(output, "folder.jsonl"), "cannot be written: it is a folder"),
         ("-", "the output cannot be standard output"),
         ("", "'': the output must be a file, not a folder"),
-        (beside(output, "new/"), "new/': the output must be a file, not a folder"),
-        (beside(output, "out.zst"), "a compressed file cannot grow: choose a .jsonl file"),
-        (beside(output, "in.jsonl"), r"in\.jsonl: cannot be written: it is the input$"),
+        (next_to(output, "new/"), "new/': the output must be a file, not a folder"),
+        (next_to(output, "out.zst"), "a compressed file cannot grow: choose a .jsonl file"),
+        (next_to(output, "in.jsonl"), r"in\.jsonl: cannot be written: it is the input$"),
         ("nonsense://out.jsonl", "ValueError: Protocol not known: nonsense"),
     ):
         with pytest.raises(UserError, match=message):
-            check_output(address, input=beside(output, "in.jsonl"))
+            check_output(address, input=next_to(output, "in.jsonl"))
     assert not exists(output)
 
 
@@ -441,7 +441,7 @@ def test_local_outputs_that_cannot_be_written(
     for same in ("file", "link", f"file://{tmp_path}/file", f"{tmp_path}/../{tmp_path.name}/file"):
         with pytest.raises(UserError, match="it is the input"):
             check_output("file", input=same)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as it is to others than root
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as for users other than root
     with pytest.raises(UserError, match="out: cannot be written: no permission"):
         check_output("out")
     assert sorted(os.listdir()) == ["file", "link", "pipe"]

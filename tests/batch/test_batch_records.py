@@ -1,4 +1,4 @@
-"""Reading a batch's input: what is a record, what is none and why, from files of all kinds."""
+"""Reading a batch's input: records, errors, and files of all kinds."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from entropix_jax.errors import UserError
 
 
 def read(data: str | bytes, suffix: str = "jsonl", **options: Any) -> list[Record | BadRecord]:
-    """The records of a file that holds `data`."""
+    """Returns the records of a file that contains `data`."""
     raw = data if isinstance(data, bytes) else data.encode()
     fsspec.filesystem("memory").pipe_file(f"/source/in.{suffix}", raw)
     return list(read_records(f"memory://source/in.{suffix}", **options))
 
 
 def good(data: str | bytes, suffix: str = "jsonl") -> list[dict[str, Any]]:
-    """The same as plain objects, of what was given alone."""
+    """Returns valid records as plain objects, with only the given fields."""
     found = []
     for record in read(data, suffix):
         assert isinstance(record, Record), record
@@ -40,7 +40,7 @@ def good(data: str | bytes, suffix: str = "jsonl") -> list[dict[str, Any]]:
 
 
 def problem(data: str | bytes, suffix: str = "jsonl") -> str:
-    """What is wrong with the only record."""
+    """Returns the error of the only record."""
     (record,) = read(data, suffix)
     assert isinstance(record, BadRecord), record
     assert record.error.splitlines() == [record.error]
@@ -74,7 +74,7 @@ def test_json_fields() -> None:
 
 
 def test_csv_fields() -> None:
-    """Quoted line breaks, blank rows, spaces around names and numbers, columns of other names."""
+    """Tests quoted line breaks, blank rows, spaces around names and numbers, unknown columns."""
     long = "x" * 200_000  # beyond the csv module's own limit
     data = (
         "label, prompt,id,sampler,max_new_tokens,seed,label\r\n"
@@ -145,7 +145,7 @@ BAD_ROWS: list[tuple[bytes, str]] = [
 ]
 
 
-def test_what_is_no_record() -> None:
+def test_errors_of_records() -> None:
     for line, error in BAD:
         assert problem(line).startswith(error)
     for row, error in BAD_ROWS:
@@ -156,7 +156,7 @@ def test_what_is_no_record() -> None:
 
 
 def test_repeated_ids() -> None:
-    """Also of the default, the line's number, and of a bad record."""
+    """Default ids, which are line numbers, and ids of bad records count, too."""
     given: list[tuple[str, str | None, str]] = [
         (one(prompt="a", id="x"), "x", ""),
         (one(prompt="b", id="x"), None, "the id 'x' came before"),
@@ -173,7 +173,7 @@ def test_repeated_ids() -> None:
         assert getattr(record, "error", "").startswith(error)
 
 
-def test_digests_tell_how_a_record_is_written() -> None:
+def test_digests_depend_on_the_text_of_a_record() -> None:
     lines = [one(prompt="a"), one(prompt="a", id=1.5), "{", one(prompt="a", label=1)]
     expected = [blake2b(line.encode(), digest_size=16).hexdigest()[:15] for line in lines]
     for end in ("\n", "\r\n", " \n\n\n"):
@@ -186,7 +186,7 @@ def test_digests_tell_how_a_record_is_written() -> None:
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv"])
 def test_shares(suffix: str) -> None:
-    """Every record is in one share, and each share sees the ids of all."""
+    """Each record is in one share, and each share checks the ids of all records."""
     lines = [one(prompt="a", id=n % 9) if n % 5 else "{" for n in range(20)]
     if suffix == "csv":
         lines = ["prompt,id", *(f"a,{n % 9}" if n % 5 else "a" for n in range(20))]
@@ -200,7 +200,7 @@ def test_shares(suffix: str) -> None:
 
 
 def test_a_quote_that_is_not_closed() -> None:
-    """It spoils what lies before the next quote; the rest is read."""
+    """The rows up to the next quote are an error. The other rows are read."""
     rows = ['"a"', '"b', *(f'"{n}"' for n in range(5))]
     found = read("prompt\n" + "\n".join(rows), "csv")
     assert [(r.line, getattr(r, "prompt", None)) for r in found] == [
@@ -231,8 +231,8 @@ def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         list(read_records("-"))
 
 
-def test_records_come_as_they_are_written() -> None:
-    """From a pipe, whose writer waits until the record before has been taken."""
+def test_records_are_read_as_they_are_written() -> None:
+    """The writer of a pipe waits until the previous record has been read."""
     reading, writing = os.pipe()
     records = read_records(f"/dev/fd/{reading}")
     try:
@@ -245,7 +245,7 @@ def test_records_come_as_they_are_written() -> None:
         os.close(reading)
 
 
-def test_headers_that_are_wrong() -> None:
+def test_errors_of_headers() -> None:
     for data, message in (
         ("\n , \n", "empty: CSV needs a row of column names"),
         ("text,id\n", "header of the CSV: no column 'prompt', only 'text, id'"),
@@ -258,7 +258,7 @@ def test_headers_that_are_wrong() -> None:
             read(data, "csv")
 
 
-def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)  # cannot be imported
     monkeypatch.delitem(drivers, "gs", raising=False)
     (tmp_path / "folder.jsonl").mkdir()

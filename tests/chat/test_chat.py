@@ -1,4 +1,4 @@
-"""A conversation in the terminal: each answer is what `generate` gives for its messages."""
+"""Conversations in the terminal. Each answer equals that of `generate` for the same messages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def set_input(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
 
 @pytest.fixture
 def chat(monkeypatch: pytest.MonkeyPatch) -> Chat:
-    """Runs the command on some lines of standard input."""
+    """Returns a function that runs the command on lines of standard input."""
 
     def run(*lines: str, options: tuple[object, ...] = ()) -> Result:
         set_input(monkeypatch, "".join(f"{line}\n" for line in lines).encode())
@@ -54,7 +54,7 @@ def chat(monkeypatch: pytest.MonkeyPatch) -> Chat:
 
 @pytest.fixture
 def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Session]:
-    """The sessions that the command has run."""
+    """The sessions that the command has run so far."""
     seen: list[Session] = []
     run = Session.run
 
@@ -68,7 +68,7 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Session]:
 
 @pytest.fixture
 def typing(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> Chat:
-    """Runs the command on lines that somebody types."""
+    """Returns a function that runs the command on typed lines."""
     typed: list[str] = []
 
     def read(prompt: str) -> str:
@@ -87,7 +87,7 @@ def typing(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> Chat:
 
 @pytest.fixture
 def press(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """Has somebody press Ctrl-C during an answer, by its index, after a number of its events."""
+    """Returns a function that schedules Ctrl-C during an answer, after a number of its events."""
     iterate = Generation._iterate
     answers = iter(range(100))
     times: dict[int, int] = {}
@@ -106,13 +106,13 @@ def press(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
 
 
 def expected(model: LanguageModel, *said: str, seed: int = 0, **options: Any) -> str:
-    """The answer to what a user and the model said in turns."""
+    """Returns the answer to alternating messages of user and model."""
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
     return entropix_jax.generate(model, messages, seed=seed, max_new_tokens=16, **options)[0].text
 
 
-def test_a_script_talks(chat: Chat, tiny: LanguageModel, sessions: list[Session]) -> None:
+def test_a_scripted_conversation(chat: Chat, tiny: LanguageModel, sessions: list[Session]) -> None:
     lines = (" Hello", "", "Where is Rita?", "/retry", "/retry", "/back", "Who\\", "are you?")
     first = expected(tiny, "Hello")
     second = expected(tiny, "Hello", first, "Where is Rita?")
@@ -132,7 +132,7 @@ def test_a_script_talks(chat: Chat, tiny: LanguageModel, sessions: list[Session]
     assert len(quiet.out.splitlines()) == 2
 
 
-def test_only_what_is_new_is_read(chat: Chat, tiny: LanguageModel, sessions: list[Session]) -> None:
+def test_only_new_text_is_read(chat: Chat, tiny: LanguageModel, sessions: list[Session]) -> None:
     chat("Hello", "Where is Rita?", "/retry")
     (only,) = sessions
     ids = tiny.tokenizer.apply_chat(only.messages[:-1])
@@ -140,14 +140,14 @@ def test_only_what_is_new_is_read(chat: Chat, tiny: LanguageModel, sessions: lis
 
 
 @pytest.mark.parametrize("events", [0, 2])
-def test_an_answer_that_is_stopped(
+def test_a_stopped_answer_is_kept(
     typing: Chat,
     tiny: LanguageModel,
     sessions: list[Session],
     press: Callable[[int, int], None],
     events: int,
 ) -> None:
-    """It stays, and the next one is whole. Without a word nothing changes."""
+    """The next answer is complete. A stopped answer without text is removed with its question."""
     press(0, events)
     result = typing("Once upon a time", "Hello", "Who is Rita?")
     assert (result.status, len(result.out.splitlines())) == (0, 2 + (events > 0))
@@ -161,7 +161,7 @@ def test_an_answer_that_is_stopped(
 
 
 def test_ctrl_c_ends_a_script(chat: Chat, press: Callable[[int, int], None]) -> None:
-    """What is written stays, and the status says so."""
+    """The printed text is kept, and the exit status is 130."""
     press(1, 2)
     whole = chat("Once upon a time", options=("--quiet",)).out
     result = chat("Once upon a time", "Hello", options=("--quiet",))
@@ -195,7 +195,7 @@ def test_samplers_and_settings(chat: Chat, tiny: LanguageModel) -> None:
     ]
 
 
-def test_saved_and_taken_up_again(chat: Chat, tmp_path: Path) -> None:
+def test_a_saved_conversation_is_continued(chat: Chat, tmp_path: Path) -> None:
     names = [tmp_path / name for name in ("chat.json", "last.jsonl", "last.html")]
     said = chat("Hello", "Where is Rita?", *(f"/save {name}" for name in names), "And Adam?")
     assert said.err.count("saved: ") == 3
@@ -207,9 +207,9 @@ def test_saved_and_taken_up_again(chat: Chat, tmp_path: Path) -> None:
     assert (header["model"], footer["rows"][0]["text"]) == ("tiny", second)
     assert len(read_trace(names[1])[1]["top"]) == 5
     assert "<html" in names[2].read_text()[:1000]
-    # On from there.
+    # Continue the saved conversation.
     assert chat("And Adam?", options=("--messages", names[0])).out == f"{third}\n"
-    # An open question is answered at once, as by `generate`.
+    # An unanswered question is answered at once, like in `generate`.
     names[0].write_text(json.dumps(messages[:3]))
     assert chat("/retry", options=("--messages", names[0])).out.startswith(f"{second}\n")
     short = ("--model", "tiny", "--max-new-tokens", 16)
@@ -233,7 +233,7 @@ def test_saved_and_taken_up_again(chat: Chat, tmp_path: Path) -> None:
         ("word " * 600, "the context is full: "),
     ],
 )
-def test_a_script_ends_at_a_mistake(
+def test_a_script_ends_at_an_error(
     chat: Chat, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str, told: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -254,11 +254,11 @@ def test_a_script_ends_at_a_mistake(
         (("--sampler", "grady"), "did you mean 'greedy'"),
     ],
 )
-def test_wrong_options(chat: Chat, options: tuple[object, ...], told: str) -> None:
+def test_errors_of_options(chat: Chat, options: tuple[object, ...], told: str) -> None:
     one_error(chat("Hello", options=options), told)
 
 
-def test_damaged_messages(chat: Chat, tmp_path: Path) -> None:
+def test_errors_of_message_files(chat: Chat, tmp_path: Path) -> None:
     path = tmp_path / "chat.json"
     for text, told in (("[", "not valid JSON"), ("[1]", "message 1")):
         path.write_text(text)
@@ -290,7 +290,7 @@ def test_a_model_without_a_template(
 
 
 class Typist:
-    """Types into a chat on a terminal of its own, and reads along."""
+    """A chat on a pseudo-terminal, into which a test types, and whose output it reads."""
 
     def __init__(self) -> None:
         self._far, near = pty.openpty()
@@ -302,7 +302,7 @@ class Typist:
         self.shown = ""
 
     def type(self, text: str, until: str) -> str:
-        """Types, waits until a text is shown, and returns what was shown since, without colours."""
+        """Types, waits until a text is shown, and returns the new output without colours."""
         os.write(self._far, text.encode())
         fresh = ""
         while until not in fresh:
@@ -325,21 +325,21 @@ def typist() -> Iterator[Typist]:
     os.close(typist._far)
 
 
-def test_at_a_terminal(typist: Typist) -> None:
+def test_chat_on_a_terminal(typist: Typist) -> None:
     first = typist.type("", "> ")
     assert "certain (LELV)" in first
     assert "tiny, sampler entropix, context 512 tokens. /help lists the commands." in first
     answer = typist.type("Hello\n", "\n> ")
     assert "Hello! How can I help you?\n" in answer
     assert "context 20/512\n\n> " in answer
-    # A mistake is told, and the chat goes on; so after Ctrl-C.
+    # The chat continues after an error, and after Ctrl-C.
     assert "error: no command '/bak'" in typist.type("/bak\n", "\n> ")
     assert typist.type("half a line", "half a line")
-    time.sleep(0.5)  # readline misses a signal that comes within the last key
+    time.sleep(0.5)  # readline misses a signal that arrives during the last key
     typist.process.send_signal(signal.SIGINT)
     typist.type("", "> ")
     assert "/save FILE" in typist.type("/help\n", "\n> ")
-    # What is pasted is one message.
+    # Pasted text is one message.
     pasted = typist.type("\x1b[200~one\ntwo\x1b[201~\n", "\n> ")
     assert pasted.count("tok/s") == 1
     assert "taken back: one two" in typist.type("/back\n", "\n> ")

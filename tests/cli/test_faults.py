@@ -1,5 +1,5 @@
-"""What goes wrong around a command: full disks, readers that leave, pipes that nobody reads, runs
-that are killed. What is left is whole, and what is said is one line."""
+"""Failures around a command: full disks, closed or unread pipes, killed runs. Files stay complete,
+and errors are one line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def python(code: str, *arguments: object, **options: Any) -> subprocess.Popen[bytes]:
-    """Starts a program of its own that knows the package."""
+    """Starts a Python process that can import the package."""
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -40,7 +40,7 @@ def python(code: str, *arguments: object, **options: Any) -> subprocess.Popen[by
     )
 
 
-# Files that take another's place.
+# Files that replace others.
 
 KILLED = """
 import os, signal, sys
@@ -52,8 +52,8 @@ with replacing(Path(sys.argv[1])) as scratch:
 """
 
 
-def test_a_killed_run_leaves_what_was_there(tmp_path: Path) -> None:
-    """A link still leads to the file that is written."""
+def test_a_killed_run_keeps_the_previous_file(tmp_path: Path) -> None:
+    """A link still points to the written file."""
     (tmp_path / "there").mkdir()
     output, link = tmp_path / "there" / "page[1].html", tmp_path / "latest.html"
     output.write_text("before")
@@ -84,10 +84,8 @@ def test_many_writers_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 700])
-def test_what_does_not_fit_on_a_disk_leaves_what_was_there(
-    tmp_path: Path, small_trace: Path, size: int
-) -> None:
-    """And one line, no half of a file, and nothing temporary."""
+def test_a_full_disk_keeps_the_previous_file(tmp_path: Path, small_trace: Path, size: int) -> None:
+    """The error is one line, and there are no partial or temporary files."""
     path = tmp_path / "page.html"
     path.write_text("before")
     for write in (
@@ -109,7 +107,7 @@ def small_trace(tmp_path_factory: pytest.TempPathFactory, folder: str) -> Path:
 
 
 def recorded(*arguments: object) -> list[object]:
-    """A short run that records what a page shows, so that all of them have one program."""
+    """Returns arguments of a short run that records all data of a page. Runs share a program."""
     return short(*arguments, "--trace-top", 5, "--trace-layers")
 
 
@@ -132,7 +130,7 @@ sys.exit(run_command(command))
 
 
 def test_errors_of_the_system_and_of_libraries(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each says what it says itself, and blames no output that had no part in it."""
+    """Each error has its own message, and does not refer to an unrelated output."""
     for error, told in (
         (ConnectionError("Couldn't reach the hub"), "Couldn't reach the hub"),
         (FileNotFoundError(2, "No such file or directory", "a"), "a: No such file or directory"),
@@ -144,8 +142,8 @@ def test_errors_of_the_system_and_of_libraries(capsys: pytest.CaptureFixture[str
         assert capsys.readouterr().err == f"error: {told}\n"
 
 
-def test_a_note_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """It may quote a file, and does not steer the terminal."""
+def test_a_note_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """A note may quote a file, so control characters are replaced."""
 
     def command() -> int:
         for text in ("one", "\x1b[2J", "one"):
@@ -157,9 +155,9 @@ def test_a_note_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("lines", [1, 100_000])
-def test_streams_that_take_nothing(lines: int) -> None:
-    """A full disk is told; a reader that has gone is no reason for a word; nor is Python's own
-    last attempt to write what is left."""
+def test_full_and_closed_streams(lines: int) -> None:
+    """A full disk is reported. A closed pipe gives no message, and neither does Python's own final
+    flush."""
     with open("/dev/full", "wb") as full:
         to_full = python(SAYS, lines, stdout=full)
         silent = python(SAYS, lines, "wrong", stdout=subprocess.DEVNULL, stderr=full)

@@ -1,4 +1,4 @@
-"""A given text, token by token: the numbers, long texts, and the command line."""
+"""Scoring of a given text token by token: values, long texts, and the command line."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def model(folder: str) -> LanguageModel:
 
 
 def text_of(number: int, seed: int = 0) -> list[int]:
-    """A text of random tokens after the beginning."""
+    """Returns a text of random tokens after the begin token."""
     ids = np.random.default_rng(seed).integers(0, 300, number - 1)
     return [token_ids()["<|begin_of_text|>"], *ids.tolist()]
 
@@ -51,8 +51,8 @@ def scored(
     return score_tokens(model, tokens, calibrated(model, sampler), **options)
 
 
-def test_the_numbers_are_those_of_the_formulas(model: LanguageModel) -> None:
-    """Every metric of every token in float64, from a pass over the whole text at once."""
+def test_scored_metrics_equal_float64(model: LanguageModel) -> None:
+    """Compares every metric of every token with one float64 pass over the whole text."""
     tokens = text_of(90)
     logits, attention = reference.forward(model.params, model.config, np.array(tokens))
     found = list(scored(model, tokens, QUADRANTS))
@@ -77,8 +77,8 @@ def test_the_numbers_are_those_of_the_formulas(model: LanguageModel) -> None:
     assert "".join(token.text for token in found) == text
 
 
-def test_it_is_what_a_run_says_of_its_own_text(model: LanguageModel) -> None:
-    """Regimes and all, with the very bounds of the run."""
+def test_scores_equal_the_records_of_a_run(model: LanguageModel) -> None:
+    """Regimes are equal, too, with the same bounds as in the run."""
     sampler = load_sampler("temperature")
     (row,) = run_specs(model, [Spec(text_of(9), "0", 60)], sampler, ignore_eos=True).run()
     tokens = [*row.request.prompt, *(token.token_id for token in row.tokens)]
@@ -93,8 +93,8 @@ def test_it_is_what_a_run_says_of_its_own_text(model: LanguageModel) -> None:
 
 
 @pytest.mark.parametrize(("length", "context"), [(2, 40), (40, 40), (41, 40), (100, 40), (97, 7)])
-def test_a_long_text_is_read_in_segments(model: LanguageModel, length: int, context: int) -> None:
-    """Each token once, after at least half the context, and as a text of its own would say."""
+def test_a_long_text_is_scored_in_segments(model: LanguageModel, length: int, context: int) -> None:
+    """Each token is scored once, after at least half the context, and equals a separate text."""
     tokens = text_of(length)
     found = list(scored(model, tokens, QUADRANTS, context=context))
     assert [token.position for token in found] == list(range(1, length))
@@ -109,7 +109,7 @@ def test_a_long_text_is_read_in_segments(model: LanguageModel, length: int, cont
         assert token.attn_entropy == pytest.approx(again.attn_entropy, abs=1e-4)
 
 
-def test_chunks_change_nothing(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_ignore_chunk_sizes(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [token.entropy for token in scored(model, text_of(100), QUADRANTS)]
     sizes = Mock(return_value=16)
     monkeypatch.setattr(scoring, "chunk_size", sizes)
@@ -121,7 +121,7 @@ def test_chunks_change_nothing(model: LanguageModel, monkeypatch: pytest.MonkeyP
 def test_memory_does_not_grow_with_the_text(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No cache is larger than the smallest one that holds the context."""
+    """No cache is larger than the smallest one for the context."""
     made = Mock(wraps=cache.init_cache)
     monkeypatch.setattr(scoring, "init_cache", made)
     list(scored(model, text_of(700), QUADRANTS, context=64))
@@ -130,7 +130,7 @@ def test_memory_does_not_grow_with_the_text(
     assert max(capacities) == PREFILL_WINDOW
 
 
-def test_what_is_recorded(model: LanguageModel) -> None:
+def test_recorded_tops_and_layers(model: LanguageModel) -> None:
     recording = Recording(top=3, layers=True)
     for token in scored(model, text_of(12), QUADRANTS, recording=recording):
         assert token.top is not None
@@ -146,7 +146,7 @@ def test_what_is_recorded(model: LanguageModel) -> None:
         assert layers.mean() == pytest.approx(token.attn_entropy, abs=1e-5)
 
 
-def test_what_cannot_be_inspected(model: LanguageModel, tmp_path: Path) -> None:
+def test_errors_of_texts(model: LanguageModel, tmp_path: Path) -> None:
     for length, options, message in (
         (1, {}, "too short"),
         (5, {"context": MAX_POSITIONS + 1}, f"2 to {MAX_POSITIONS} tokens, not 121"),
@@ -198,7 +198,7 @@ def test_table_and_json(command: Command, model: LanguageModel) -> None:
     assert footer["entropy"] == pytest.approx(np.mean([token["entropy"] for token in tokens]))
 
 
-def test_a_text(command: Command, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_format(command: Command, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ("--text", TEXT, "--format", "text")
     assert command(*arguments).out == TEXT + "\n"
     screen = Screen(monkeypatch)
@@ -219,5 +219,5 @@ def test_a_text(command: Command, folder: str, monkeypatch: pytest.MonkeyPatch) 
         (("--text", "ab", "--top", 3), "need --format json"),
     ],
 )
-def test_bad_input(command: Command, arguments: tuple[object, ...], complaint: str) -> None:
+def test_errors_of_inspect(command: Command, arguments: tuple[object, ...], complaint: str) -> None:
     assert complaint in refusal(command(*arguments))

@@ -1,4 +1,4 @@
-"""Ctrl-C: these tests send real signals to themselves."""
+"""Ctrl-C and SIGTERM. These tests send real signals to their own process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def press() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_the_first_is_noted_and_the_second_strikes() -> None:
+def test_the_first_interrupt_is_deferred_and_the_second_raises() -> None:
     calls: list[int] = []
     with interrupts.deferred_interrupts(lambda: calls.append(1)):
         press()
@@ -40,8 +40,8 @@ def test_the_first_is_noted_and_the_second_strikes() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_each_signal_is_deferred_or_ignored_by_itself() -> None:
-    """SIGTERM comes through in the background of a script, where Ctrl-C is ignored."""
+def test_each_signal_is_deferred_or_ignored_separately() -> None:
+    """SIGTERM works in the background of a script, where Ctrl-C is ignored."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     calls: list[int] = []
     signals = (signal.SIGINT, signal.SIGTERM)
@@ -58,8 +58,8 @@ def test_each_signal_is_deferred_or_ignored_by_itself() -> None:
 
 
 @pytest.mark.parametrize("ignored", [False, True])
-def test_signals_that_do_not_come(ignored: bool) -> None:
-    """In another thread than the main one, and under nohup, where Ctrl-C is ignored."""
+def test_handlers_are_unchanged_where_signals_are_not_received(ignored: bool) -> None:
+    """Only the main thread receives signals, and nohup ignores Ctrl-C."""
     handler = signal.SIG_IGN if ignored else signal.default_int_handler
     signal.signal(signal.SIGINT, handler)
     found = []
@@ -79,7 +79,7 @@ def test_signals_that_do_not_come(ignored: bool) -> None:
     assert found == [handler]
 
 
-def test_a_program_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[int] = []
     monkeypatch.setattr(os, "_exit", ends.append)
     interrupts.exit_at_once()

@@ -1,4 +1,4 @@
-"""The command line: what it prints where, its exit status, its trace, and every bad input."""
+"""The command line: output, exit status, trace, and errors."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ pytestmark = pytest.mark.usefixtures("own_environment")
 ROOT = Path(__file__).parents[2]
 
 
-# What is printed.
+# Output.
 
-# Under this seed every one of three rows of the tests' model branches and goes back.
+# With this seed, each of three rows of the tests' model branches and retracts.
 SEED = ("--seed", 3)
 
 
@@ -65,7 +65,7 @@ def set_stdin(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
 
 
 def test_text_and_json(command: Command, tmp_path: Path) -> None:
-    """Samples come one after the other; both forms, and the trace, hold the same."""
+    """Samples are printed one after the other. Both formats and the trace have the same content."""
     trace = tmp_path / "trace.jsonl"
     options = ("--samples", 3, "--sampler", LITERAL, *SEED)
     rows = command_rows(command, *short("--trace", trace, *options))
@@ -87,7 +87,7 @@ def test_text_and_json(command: Command, tmp_path: Path) -> None:
     assert summary.endswith("| length")
 
 
-def test_an_encoding_that_lacks_characters(
+def test_an_output_encoding_without_some_characters(
     folder: str, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     rows = command_rows(command, *short("--sampler", LITERAL, tokens=40))
@@ -111,11 +111,11 @@ ERASED = "\x1b[2K"
 
 
 @pytest.mark.parametrize("option", [[], ["--verbose", "--weights", "int8", "--precision", "int8"]])
-def test_a_terminal(
+def test_terminal_output(
     command: Command, folder: str, monkeypatch: pytest.MonkeyPatch, option: list[object]
 ) -> None:
-    """The text is the same, with or without colours and status lines. (The terminal is wide: words
-    are wrapped.)"""
+    """The text is the same with or without colours and status lines. The terminal is wide, as words
+    are wrapped."""
     options = (*option, "--sampler", LITERAL, "--model", folder)
     arguments = [str(a) for a in short(*options, tokens=40)]
     plain = printable(command(*arguments[:-2]).out)
@@ -136,7 +136,7 @@ def test_a_terminal(
 
 @pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"harness"}))
 def test_help(command: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Line breaks are those of the terminal, not those of docstrings. No default is named None."""
+    """Lines are wrapped at the width of the terminal, not as in docstrings. No default is None."""
     for width in (80, 1000):
         monkeypatch.setenv("COLUMNS", str(width))
         assert main([command, "--help"]) == 0
@@ -153,7 +153,7 @@ def test_help(command: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Non
 
 @pytest.fixture
 def traced(command: Command, tmp_path: Path) -> Traced:
-    """Runs the command and gives its trace."""
+    """Returns a function that runs the command and returns its trace."""
 
     def run(*arguments: object, model: object = None) -> list[Json]:
         path = tmp_path / "trace.jsonl"
@@ -166,8 +166,8 @@ def traced(command: Command, tmp_path: Path) -> Traced:
 ONE = ("--no-chat", "--max-new-tokens", 1)
 
 
-def test_prompts(traced: Traced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From files, of which one final line break is dropped, and texts that look like options."""
+def test_prompt_options(traced: Traced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One final line break of a file is dropped. Prompts may look like options."""
     path = tmp_path / "prompt.txt"
     for content, prompt in (("né\n", "né"), ("a\n\n", "a\n"), ("a", "a"), ("a\r\n", "a\r")):
         path.write_bytes(content.encode())
@@ -178,7 +178,7 @@ def test_prompts(traced: Traced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert traced(f"--prompt={prompt}", *ONE)[0]["prompt"] == "<|begin_of_text|>" + prompt
 
 
-def test_chats(
+def test_chat_options(
     traced: Traced, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = shutil.copytree(folder, tmp_path / "base")
@@ -212,7 +212,7 @@ def test_chats(
 # Options.
 
 
-def test_settings(traced: Traced, tmp_path: Path) -> None:
+def test_set_options(traced: Traced, tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text('extends = "entropix"\n[base]\ntemperature = 0.25\ntop_k = 3\n')
 
@@ -255,7 +255,7 @@ def test_options_reach_the_run(command: Command, tmp_path: Path) -> None:
 # The trace.
 
 
-def test_the_trace(command: Command, tmp_path: Path, folder: str) -> None:
+def test_contents_of_the_trace(command: Command, tmp_path: Path, folder: str) -> None:
     path = tmp_path / "trace.jsonl"
     options = ("--samples", 3, *SEED, "--sampler", LITERAL)
     result = command(*short("--trace", path, *options))
@@ -280,7 +280,7 @@ def test_the_trace(command: Command, tmp_path: Path, folder: str) -> None:
     assert result.out == "".join(f"{row['text']}\n" for row in footer["rows"])
     kinds = {(token["type"], token["action"]) for token in objects}
     assert {("token", "branch"), ("token", "backspace")} <= kinds
-    # The same run gives the same trace, whatever else is printed.
+    # The same run gives the same trace in any output format.
     assert command(*short("--trace", path, *options, "--format", "json")).status == 0
     assert read_trace(path)[:-1] == [header, *objects]
     assert command(*short("--trace", path, *options[:2], "--seed", 1)).status == 0
@@ -288,7 +288,7 @@ def test_the_trace(command: Command, tmp_path: Path, folder: str) -> None:
 
 
 def test_thresholds_in_percent(command: Command, tmp_path: Path) -> None:
-    """The trace has the percentiles and the bounds of the model's own tables."""
+    """The trace contains the percentiles, and the bounds from the model's own tables."""
     path = tmp_path / "trace.jsonl"
     settings = ("sampler.thresholds.h1=40%", 'sampler.regimes.helv=["attn_entropy_norm > 75%"]')
     assert command(*short("--trace", path, "--set", *settings)).status == 0
@@ -302,7 +302,7 @@ def test_thresholds_in_percent(command: Command, tmp_path: Path) -> None:
 
 
 def test_a_model_without_tables(command: Command, tmp_path: Path) -> None:
-    """One note says so, where the sampler has percentiles that matter."""
+    """A note is printed once if the sampler depends on percentiles."""
     bare = write_model(tmp_path / "bare", calibrated=False)
     note = "note: the model has no calibration: the generic table is used; "
     note += f"`entropix-jax calibrate --model {bare}` measures its own\n"
@@ -311,8 +311,8 @@ def test_a_model_without_tables(command: Command, tmp_path: Path) -> None:
         assert (result.status, result.err.count(note)) == (0, number)
 
 
-def test_tables_that_are_refused(tmp_path: Path) -> None:
-    """By every command that loads a sampler, whether or not it has percentiles."""
+def test_invalid_tables_are_reported(tmp_path: Path) -> None:
+    """Every command that loads a sampler reports them, with or without percentiles."""
     folder = write_model(tmp_path / "model")
     path = folder / "calibration.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}))
@@ -332,21 +332,21 @@ def test_tables_that_are_refused(tmp_path: Path) -> None:
     assert not output.exists()
 
 
-def test_without_a_terminal_nobody_is_asked(command: Command) -> None:
+def test_ask_is_ignored_without_a_terminal(command: Command) -> None:
     options = short("--set", "sampler.branch.margin=1000", tokens=20)
     asked = command(*options, "--ask")
     assert "note: --ask: no terminal, nobody is asked\n" in asked.err
     assert asked.out == command(*options).out
 
 
-def test_a_person_on_a_terminal(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is shown the text so far, then the question; the answer decides how it goes on."""
+def test_ask_on_a_terminal(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text so far precedes the question. The answer determines the continuation."""
     settings = ["sampler.branch.margin=1000", "sampler.branch.min_p=0", "sampler.branch.top_p=1"]
     options = ("--model", folder, "--sampler", LITERAL, "--set", *settings)
     arguments = [str(a) for a in short(*options, tokens=20)]
     shown = {}
     for typed in ("", "1\n" * 99, "2\n" * 99):
-        screen = Screen(monkeypatch, TERM="dumb")  # which has no status line
+        screen = Screen(monkeypatch, TERM="dumb")  # without a status line
         keyboard = io.StringIO(typed)
         monkeypatch.setattr(keyboard, "isatty", lambda: True)
         monkeypatch.setattr(sys, "stdin", keyboard)
@@ -371,7 +371,7 @@ def test_a_person_on_a_terminal(folder: str, monkeypatch: pytest.MonkeyPatch) ->
         assert same == (answer == 1), "the first one is what nobody would have been asked about"
 
 
-# What goes wrong.
+# Errors.
 
 
 BAD: list[tuple[list[object], str]] = [
@@ -420,7 +420,7 @@ BAD: list[tuple[list[object], str]] = [
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the files that bad inputs name."""
+    """A folder with the files of the bad inputs."""
     monkeypatch.chdir(tmp_path)
     for name, content in {
         "empty.txt": "",
@@ -434,7 +434,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD)
-def test_bad_input(
+def test_errors_of_generate(
     command: Command, workplace: Path, arguments: list[object], message: str
 ) -> None:
     trace = [] if "--trace" in arguments else ["--trace", "trace.jsonl"]
@@ -442,7 +442,7 @@ def test_bad_input(
     assert not (workplace / "trace.jsonl").exists()
 
 
-def test_what_goes_with_a_file(
+def test_errors_of_file_options(
     command: Command, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one_error(command(*short("--trace-layers")), "--trace-top and --trace-layers need --trace FILE")
@@ -454,11 +454,11 @@ def test_what_goes_with_a_file(
         assert path.read_text() == before
     set_stdin(monkeypatch, b"ab\xff")
     one_error(command("--prompt-file", "-"), "standard input: not UTF-8 at byte 2")
-    monkeypatch.setattr(sys, "stdin", None)  # what Python makes of `<&-`
+    monkeypatch.setattr(sys, "stdin", None)  # Python's value after `<&-`
     one_error(command("--prompt-file", "-"), "standard input is closed")
 
 
-def test_one_samples_error_leaves_the_others_alone(command: Command, tmp_path: Path) -> None:
+def test_an_error_of_one_sample_does_not_affect_others(command: Command, tmp_path: Path) -> None:
     options = ("--samples", 3, "--sampler", LITERAL, *SEED)
     whole = command_rows(command, *short(*options))
     ids = [[record["token_id"] for record in row["token_records"]] for row in whole]
@@ -469,7 +469,7 @@ def test_one_samples_error_leaves_the_others_alone(command: Command, tmp_path: P
         for branch in record.get("branches", ())
         for token in branch["tokens"]
     }
-    # In the first row, whose text is on the screen while the others wait.
+    # In the first row, whose text is printed while the others wait.
     at, token = next(
         (i, t)
         for i, t in enumerate(ids[0])
@@ -486,7 +486,7 @@ def test_one_samples_error_leaves_the_others_alone(command: Command, tmp_path: P
     assert result.out == f"{cut}\n{whole[1]['text']}\n{whole[2]['text']}\n"
 
 
-def test_what_loading_may_raise(
+def test_errors_while_loading(
     command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def run(error: BaseException) -> Result:
@@ -496,23 +496,23 @@ def test_what_loading_may_raise(
     for error in (MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")):
         one_error(run(error), "not enough memory")
     assert run(KeyboardInterrupt()) == Result(130, "", "")
-    with pytest.raises(RuntimeError, match="a defect"):  # of ours is not hidden
+    with pytest.raises(RuntimeError, match="a defect"):  # our own defects are not hidden
         run(RuntimeError("a defect"))
     assert not (tmp_path / "t").exists()
 
 
-# Interrupts, and streams that fail.
+# Interrupts.
 
 
-def test_an_interrupt_between_two_tokens(
+def test_an_interrupt_while_a_token_is_written(
     command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Ctrl-C in the middle of writing a token: the token is written whole, then the run ends."""
+    """The token is written completely, then the run ends."""
     from entropix_jax.engine.trace import TraceWriter
 
     options = short("--samples", 3, "--sampler", LITERAL, tokens=40)
     whole = command_rows(command, *options)
-    # No branch, whose tokens come together.
+    # Not a branch, whose tokens come together.
     pressed = next(one for one in whole[1]["token_records"][4:] if one["action"] != "branch")
     write = TraceWriter.write
 
@@ -537,7 +537,7 @@ def test_an_interrupt_between_two_tokens(
     for index, full in enumerate(whole):
         own = [token for token in tokens if token["row"] == index]
         held = index in {token["row"] for token in later}
-        sure = own[:-1] if held else own  # what was held back might have been taken back
+        sure = own[:-1] if held else own  # a held-back token might have been retracted
         assert sure == full["token_records"][: len(sure)]
     assert result.err.rstrip().endswith("| interrupt")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -545,16 +545,16 @@ def test_an_interrupt_between_two_tokens(
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a run that does not end by itself soon, in a process of its own."""
+    """Returns a function that starts a long run in another process."""
     path = write_model(tmp_path / "long")
     raw = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**raw, "max_position_embeddings": 100_000}))
     running = []
 
     def popen(*arguments: object, flags: Sequence[str], env: Json) -> subprocess.Popen[bytes]:
-        # The sampler that takes least to compile.
+        # The sampler that compiles fastest.
         own = ["-m", "entropix_jax.main", "--model", str(path), "--sampler", "temperature"]
-        # Unbuffered: what a reader here held back would be lost to `communicate`.
+        # Unbuffered, since `communicate` would miss buffered data.
         process = subprocess.Popen(
             [sys.executable, *flags, *own, *map(str, short(*arguments, tokens=90_000))],
             env={**os.environ, "PYTHONPATH": str(ROOT), **env},
@@ -572,8 +572,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.mark.parametrize("module", [b" rich", b" jax._src.core", b""])
-def test_ctrl_c_early(start: Start, module: bytes, tmp_path: Path) -> None:
-    """While importing, where interrupted imports fail in strange ways, and while compiling."""
+def test_ctrl_c_while_importing_or_compiling(start: Start, module: bytes, tmp_path: Path) -> None:
+    """An interrupted import can raise unrelated errors, which must not be printed."""
     trace = tmp_path / "trace.jsonl"
     env = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "empty")}
     process = start("--trace", trace, flags=["-X", "importtime"] if module else [], env=env)
@@ -598,7 +598,7 @@ def test_ctrl_c_early(start: Start, module: bytes, tmp_path: Path) -> None:
 
 @pytest.fixture
 def own_handlers() -> Iterator[None]:
-    """A program changes what Ctrl-C does."""
+    """Restores the signal handlers that a program changes."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
@@ -637,7 +637,7 @@ def test_modules_that_run_as_programs(
 ) -> None:
     command = {"__main__": "COMMAND", "main": "generate"}.get(module, module)
     monkeypatch.setattr(sys, "argv", [module, "--help"])
-    # Run again beside what others have imported, which is put back as it was.
+    # Runs the module again, and restores the imported one afterwards.
     monkeypatch.setattr(entropix_jax, module, import_module(f"entropix_jax.{module}"))
     monkeypatch.delitem(sys.modules, f"entropix_jax.{module}")
     with pytest.raises(SystemExit) as end:
@@ -649,7 +649,7 @@ def test_modules_that_run_as_programs(
 # The package as a library.
 
 
-def test_the_public_names() -> None:
+def test_public_names() -> None:
     assert {*dir(entropix_jax)} == {*entropix_jax.__all__, "__version__"}
     for name in entropix_jax.__all__:
         assert getattr(entropix_jax, name).__name__ == name

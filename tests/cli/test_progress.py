@@ -10,10 +10,10 @@ import pytest
 from entropix_jax.cli.status import ProgressView, Speed
 
 
-def test_speed_leaves_out_steps_that_compile() -> None:
+def test_speed_excludes_steps_that_compile() -> None:
     clock = Mock(return_value=0.0)
     speed = Speed(clock)
-    # The first step, which waits for the compiler, two more, another program, two more.
+    # The first step waits for the compiler, two follow, another program compiles, two follow.
     for compiles, seconds, tokens in (
         (True, 20.0, 3),
         (False, 0.5, 0),  # a retracted token
@@ -30,10 +30,10 @@ def test_speed_leaves_out_steps_that_compile() -> None:
     assert speed.value == pytest.approx(10.0)
 
 
-def test_lines_where_standard_error_is_no_terminal(
+def test_progress_lines_without_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One a minute. Speed and time are those after the first step, two seconds here."""
+    """Prints one line per minute. Speed and time left exclude the first step, two seconds here."""
     clock = Mock(return_value=0.0)
     monkeypatch.setattr("entropix_jax.cli.status.time", Mock(monotonic=clock))
     store, run = Mock(done=0), Mock(tokens=0, engine=Mock(steps=0, used=0.5))

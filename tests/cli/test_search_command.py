@@ -1,4 +1,4 @@
-"""`generate --method`: the chosen text, the tree of continuations, and what is refused."""
+"""`generate --method`: the chosen text, the tree of continuations, and errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_chosen_text_and_the_tree() -> None:
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("vote", [(), ("--vote",)])
 def test_every_method_ends_with_a_text(name: str, vote: tuple[str, ...]) -> None:
-    """Also where the text ends at a stop string, which is not printed."""
+    """Some texts end with a stop string, which is not printed."""
     if name == "beam" and vote:
         one_error(run_command(*ASKED, "--method", name, *vote), "method 'beam' does not vote")
         return
@@ -47,7 +47,7 @@ def test_every_method_ends_with_a_text(name: str, vote: tuple[str, ...]) -> None
         assert not (stop and "." in text)
 
 
-def test_what_a_vote_counts() -> None:
+def test_last_answer() -> None:
     texts = {
         "1,250 or 7.": "7",
         "pages 3-7": "7",
@@ -68,5 +68,5 @@ def test_what_a_vote_counts() -> None:
         (["--method", "dts", "--samples", 2], "--method excludes --samples"),
     ],
 )
-def test_refusals(arguments: list[object], message: str) -> None:
+def test_errors_of_methods(arguments: list[object], message: str) -> None:
     one_error(run_command(*ASKED, *arguments), message)

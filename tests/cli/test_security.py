@@ -1,4 +1,4 @@
-"""Files from others run no code, and nothing reaches out that was not asked to."""
+"""Untrusted files cannot run code, and no network is used without request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.model_folders import config_of_folder
 
 @pytest.fixture(name="own")
 def copied_model(folder: str, tmp_path: Path) -> Path:
-    """A model folder to spoil."""
+    """A copy of a model folder, to be changed."""
     return shutil.copytree(folder, tmp_path / "model")
 
 
@@ -33,7 +33,7 @@ def copied_model(folder: str, tmp_path: Path) -> Path:
 
 
 class _Intruder:
-    """What, unpickled, leaves a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -44,7 +44,7 @@ class _Intruder:
 
 @pytest.mark.parametrize("name", ["pytorch_model-1-of-2.bin", "model.pt", "consolidated.00.pth"])
 def test_pickles_are_not_read(own: Path, tmp_path: Path, name: str) -> None:
-    """Neither alone, which is said with a way out, nor beside weights of the right kind."""
+    """Pickles next to safetensors are ignored. Without safetensors, the error says what to do."""
     intruder = pickle.dumps(_Intruder(tmp_path / "intruded"))
     (own / name).write_bytes(intruder)
     load(str(own))
@@ -56,12 +56,12 @@ def test_pickles_are_not_read(own: Path, tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match="not a valid safetensors file"):
         load(str(own))
     assert not (tmp_path / "intruded").exists()
-    pickle.loads(intruder)  # which is what would have happened
+    pickle.loads(intruder)  # shows that the pickle would have run code
     assert (tmp_path / "intruded").exists()
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
-def test_code_of_the_folders_own_is_refused(own: Path, name: str) -> None:
+def test_code_in_a_model_folder_is_rejected(own: Path, name: str) -> None:
     raw = json.loads((own / name).read_text())
     (own / name).write_text(json.dumps({**raw, "auto_map": None}))
     load(str(own))
@@ -72,9 +72,9 @@ def test_code_of_the_folders_own_is_refused(own: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_files_of_other_kinds_in_a_folder(own: Path, tmp_path: Path, name: str) -> None:
-    """Links, as in the hub's cache, are followed, to files of the right kind only. Pipes are not
-    waited for."""
+def test_links_and_pipes_in_a_folder(own: Path, tmp_path: Path, name: str) -> None:
+    """Links, as in the hub's cache, are followed only to files of the right kind. Pipes do not
+    block."""
     path = own / name
     path.rename(tmp_path / "0a1b")
     path.symlink_to("../0a1b")
@@ -90,8 +90,8 @@ def test_files_of_other_kinds_in_a_folder(own: Path, tmp_path: Path, name: str) 
         load(str(own))
 
 
-def test_the_library_raises_and_does_not_crash(own: Path) -> None:
-    """The safetensors library, for a header whose tensors lie beyond all bounds."""
+def test_out_of_bounds_tensors_do_not_crash(own: Path) -> None:
+    """The safetensors library raises an error if tensors are out of bounds."""
     header = {"a": {"dtype": "F32", "shape": [2**62, 4], "data_offsets": [0, 2**64 - 1]}}
     text = json.dumps(header).encode()
     (own / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
@@ -136,7 +136,7 @@ print(len([name for name in sys.modules if name.startswith("entropix_jax.")]), a
 """
 
 
-def test_importing_asks_nothing_of_a_network() -> None:
+def test_importing_uses_no_network() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", IMPORTING],
         cwd=Path(__file__).parents[2],
@@ -152,7 +152,7 @@ def test_importing_asks_nothing_of_a_network() -> None:
 # The cache of compiled programs.
 
 
-def test_compiled_programs_are_kept_from_others(
+def test_the_compilation_cache_is_private(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chosen: dict[str, Any] = {}
@@ -169,7 +169,7 @@ def test_compiled_programs_are_kept_from_others(
     for _ in range(2):
         assert is_used()
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        folder.chmod(0o755)  # as an earlier version left it
+        folder.chmod(0o755)  # as in an earlier version
     folder.chmod(0o777)
     assert not is_used()
     said = capsys.readouterr().err
@@ -177,5 +177,5 @@ def test_compiled_programs_are_kept_from_others(
     assert said.count("\n") == 1
     folder.chmod(0o700)
     assert is_used()
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)  # then it is another's
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)  # another user owns the folder
     assert not is_used()

@@ -1,4 +1,4 @@
-"""How text looks: on a terminal of its own (a pseudo-terminal), and where there is none."""
+"""Text output on a pseudo-terminal, and without a terminal."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_colours_and_marks_on_a_terminal(terminal: Callable[..., Screen]) -> Non
         assert screen.read() == f"\x1b[{code}38;2;0;144;104mx\x1b[0m"
 
 
-def test_the_legend(terminal: Callable[..., Screen]) -> None:
+def test_legend(terminal: Callable[..., Screen]) -> None:
     screen = terminal(COLORTERM="truecolor", COLUMNS="120")
     print_legend()
     shown = screen.read()
@@ -89,9 +89,7 @@ def test_the_legend(terminal: Callable[..., Screen]) -> None:
 
 
 @pytest.mark.parametrize("term", ["xterm-256color", "xterm-16color", "linux"])
-def test_fewer_colours_still_tell_the_regimes_apart(
-    terminal: Callable[..., Screen], term: str
-) -> None:
+def test_regimes_differ_with_fewer_colours(terminal: Callable[..., Screen], term: str) -> None:
     screen = terminal(TERM=term)
     for regime in REGIMES:
         TextScreen().show("x", token(regime))
@@ -100,7 +98,7 @@ def test_fewer_colours_still_tell_the_regimes_apart(
     assert len({*ESCAPE.findall(shown)} - {"0"}) == len(REGIMES) - 1
 
 
-def test_plain_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_text_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     assert not show_all().coloured
@@ -109,8 +107,8 @@ def test_plain_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("regime", ["lelv", "mid"])
-def test_text_is_shown_as_it_is(terminal: Callable[..., Screen], regime: str) -> None:
-    """No markup, no emoji names, no space lost; but nothing that steers a terminal."""
+def test_text_is_shown_unchanged(terminal: Callable[..., Screen], regime: str) -> None:
+    """Markup, emoji names and spaces are kept, but control characters are replaced."""
     screen = terminal(COLUMNS="30")
     for text in ("[bold]x[/bold] :smile:", "x " * 200, "  \n\n ", "a\tb", "日本"):
         TextScreen().show(text, token(regime))
@@ -124,14 +122,14 @@ def test_text_is_shown_as_it_is(terminal: Callable[..., Screen], regime: str) ->
     ("typed", "answer", "questions"),
     [(" 2 \n", 1, 1), ("", None, 1), ("3\nyes\n12\n1\n", 0, 4), ("no\n\n2\n", None, 2)],
 )
-def test_a_person_is_asked_until_the_answer_is_one(
+def test_the_question_repeats_until_a_valid_answer(
     typed: str,
     answer: int | None,
     questions: int,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Or standard input ends. Nothing of it goes to standard output, where the text is."""
+    """The end of input ends the question, too. Standard output contains only the text."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
     assert ask_person(3, [" a [bold]\x1b[2J", "\nb"]) == answer
     out, err = capsys.readouterr()
@@ -141,7 +139,7 @@ def test_a_person_is_asked_until_the_answer_is_one(
     assert err.count("Enter for the model's choice") == questions
 
 
-def test_ctrl_c_at_a_question_ends_the_run_and_leaves_the_choice_to_the_model(
+def test_ctrl_c_at_a_question_ends_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stops: list[int] = []
@@ -157,13 +155,13 @@ def test_ctrl_c_at_a_question_ends_the_run_and_leaves_the_choice_to_the_model(
         assert ask_person(0, ["a", "b"]) is None
         assert stops == [1]
         assert signal.getsignal(signal.SIGINT) is before
-        with pytest.raises(KeyboardInterrupt):  # the second one strikes, there as everywhere
+        with pytest.raises(KeyboardInterrupt):  # the second one raises, as elsewhere
             ask_person(0, ["a", "b"])
 
 
 def test_summary() -> None:
-    """A fork counts once, whatever the length of its branch, and only one of several branches. A
-    thought counts once, whatever its length."""
+    """A fork with several branches counts once, for any length of its branch. A thought counts
+    once, for any length."""
     several: Any = [{}, {}]
 
     def row(regimes: str, actions: str, reason: str) -> Row:
@@ -190,8 +188,8 @@ def test_summary() -> None:
 
 @pytest.mark.parametrize("system", [ColorSystem.TRUECOLOR, ColorSystem.EIGHT_BIT])
 @pytest.mark.parametrize("background", [0.0, 255.0])
-def test_colours_stand_out(background: float, system: ColorSystem) -> None:
-    """By WCAG, 3 for large or bold text."""
+def test_colours_have_enough_contrast(background: float, system: ColorSystem) -> None:
+    """WCAG requires a contrast of 3 for large or bold text."""
     for regime in REGIMES:
         colour = Style.parse(style_of(token(regime))).color
         if colour is None:
@@ -200,7 +198,7 @@ def test_colours_stand_out(background: float, system: ColorSystem) -> None:
         assert contrast(parts, [background] * 3) >= 3.0, regime
 
 
-def test_the_means() -> None:
+def test_means() -> None:
     numbers = {"varentropy": 10.52, "agreement": 0.834, "attn_entropy_norm": 0.25}
     tokens = [
         record(entropy=3.0, action="backspace", **numbers),
@@ -214,10 +212,10 @@ def test_the_means() -> None:
     assert means([Row(unrun())]) == ""
 
 
-def test_the_line_is_gone_before_the_text_and_does_not_come_back(
+def test_the_status_line_is_erased_before_the_text(
     terminal: Callable[..., Screen],
 ) -> None:
-    """In the middle of a line of text there is no room for it."""
+    """The status line is not shown again in the middle of a line of text."""
     screen = terminal(NO_COLOR="1", COLUMNS="80")
     status = StatusLine()
     status.show("loading")

@@ -1,7 +1,7 @@
-"""What the compilers for an H100 and a TPU v5e make of a step and of reading a prompt.
+"""Decode and prefill, compiled for an H100 and a TPU v5e.
 
-Nothing runs. The bounds are what was measured, with the versions of JAX that the extras
-`devices-cuda` and `devices-tpu` pin: a change that lowers a figure lowers its bound.
+No program runs. The bounds were measured with the versions of JAX that the extras `devices-cuda`
+and `devices-tpu` pin. A change that lowers a figure lowers its bound.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from entropix_jax.platforms import traced_for_all
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = 2048
-# A version of a package that comes with the compiler may move figures a little.
+# Versions of packages that belong to the compiler may change figures slightly.
 SLACK = 1.02
-# As XLA lists them. A condition is not indented.
+# In XLA's format. A condition is not indented.
 LAUNCHES = """\
 000: kCopy [source | sink] kCopy
 001: kWhile [prev=000 (1) | sink]
@@ -61,7 +61,7 @@ TPU = """\
 
 
 @dataclass(frozen=True)
-class Most:
+class Bounds:
     """Upper bounds."""
 
     temporary: float = math.inf  # GB, in addition to the arguments
@@ -69,34 +69,34 @@ class Most:
     cycles: float = math.inf  # millions, of a TPU, without the kernels that write the cache
 
 
-# An H100's have not been measured since the default preset branches.
-MOST: dict[tuple[str, str, int], Most] = {
-    (H100, DECODE, 1): Most(),
-    (H100, DECODE, 64): Most(),
-    (V5E, DECODE, 1): Most(temporary=0.0558, sorts=2, cycles=5.91),
-    (V5E, DECODE, 64): Most(temporary=0.765, sorts=4, cycles=38.5),
-    (V5E, PREFILL, 64): Most(temporary=0.0397, sorts=0, cycles=10.5),
+# We have not measured the H100 since the default preset branches.
+BOUNDS: dict[tuple[str, str, int], Bounds] = {
+    (H100, DECODE, 1): Bounds(),
+    (H100, DECODE, 64): Bounds(),
+    (V5E, DECODE, 1): Bounds(temporary=0.0558, sorts=2, cycles=5.91),
+    (V5E, DECODE, 64): Bounds(temporary=0.765, sorts=4, cycles=38.5),
+    (V5E, PREFILL, 64): Bounds(temporary=0.0397, sorts=0, cycles=10.5),
 }
 
 
 def python_for(device: str) -> Path:
-    """The interpreter with the compiler for a device, which `scripts/test --devices` makes."""
+    """Returns the interpreter with the compiler for a device, made by `scripts/test --devices`."""
     platform = PLATFORM[device]
     named = os.environ.get(f"ENTROPIX_DEVICES_{platform.upper()}")
     return Path(named or ROOT / f".venv-devices-{platform}" / "bin" / "python")
 
 
 def planned(device: str, batch: int) -> int:
-    """The bytes of a device that are planned before anything is compiled, without lanes."""
+    """Returns the planned bytes of a device, before any compilation, without lanes."""
     precision = choose_precision("bfloat16", PLATFORM[device])
-    with traced_for_all(True):  # else the cache is one of a CPU
+    with traced_for_all(True):  # else the cache has the layout of a CPU
         plan = plan_memory(LLAMA_3_2_1B, precision, slots=batch, capacity=CONTEXT, mesh=None)
     return plan.total
 
 
 @pytest.mark.devices
-@pytest.mark.parametrize(("device", "program", "batch"), MOST)
-def test_no_figure_rises(device: str, program: str, batch: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("device", "program", "batch"), BOUNDS)
+def test_figures_are_within_bounds(device: str, program: str, batch: int, tmp_path: Path) -> None:
     python, file = python_for(device), tmp_path / "figures.json"
     if not python.exists():
         pytest.skip(f"{python} is missing: scripts/test --devices makes it")
@@ -105,7 +105,7 @@ def test_no_figure_rises(device: str, program: str, batch: int, tmp_path: Path) 
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run([*command, "--json", str(file)], env=environment, check=True)
     (figures,) = json.loads(file.read_text(encoding="utf-8"))
-    most = MOST[device, program, batch]
+    most = BOUNDS[device, program, batch]
     assert figures["temporary_bytes"] / 1e9 <= most.temporary * SLACK
     assert figures["cycles"] / 1e6 <= most.cycles * SLACK
     assert figures["sorts"] <= most.sorts
@@ -115,11 +115,11 @@ def test_no_figure_rises(device: str, program: str, batch: int, tmp_path: Path) 
         assert 0.8 < planned(device, batch) / taken < 1.05
 
 
-def test_a_program_is_read() -> None:
+def test_read_program() -> None:
     exchanges = {"all-reduce": 1, "all-gather": 1}
     assert read_program(TPU) == {"sorts": 1, "exchanges": exchanges, "cycles": 300}
 
 
-def test_loops_outside_of_graphs_wait_for_the_host() -> None:
+def test_loops_outside_graphs_wait_for_the_host() -> None:
     assert count_waits(LAUNCHES) == 3
     assert count_waits(ALL_IN_A_GRAPH) == 0
