@@ -1,4 +1,4 @@
-"""Results in a notebook and in a terminal, and the files they write."""
+"""Results in a notebook, and the traces and reports saved from them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.traces import read_trace, token
 
 
 class Page(HTMLParser):
-    """The tokens of a piece of HTML, its table, and all its tags; it must be well formed."""
+    """A parser for the tokens, table and tags of HTML, which checks that it is well formed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Page(HTMLParser):
 
 
 def row_of(*tokens: TokenRecord, retracted: Sequence[TokenRecord] = (), **fields: Any) -> Row:
-    """A row of these tokens, each after those of its position that were retracted."""
+    """Returns a row of these tokens. Retracted tokens precede those of the same position."""
     text = "".join(one.text for one in tokens)
     log = [(one, True) for one in retracted] + [(one, False) for one in tokens]
     log.sort(key=lambda pair: pair[0].position)
@@ -77,7 +77,7 @@ def row_of(*tokens: TokenRecord, retracted: Sequence[TokenRecord] = (), **fields
     return Row(request, list(tokens), text, retracted_tokens=[*retracted], log=log, **fields)
 
 
-def told(text: str, regime: str = "mid", action: str = "sample", **changes: Any) -> TokenRecord:
+def word(text: str, regime: str = "mid", action: str = "sample", **changes: Any) -> TokenRecord:
     return replace(token(regime, action), text=text, **changes)
 
 
@@ -90,14 +90,14 @@ def test_tokens_have_their_regime_marks_and_a_tooltip() -> None:
         BranchRecord([2], "\n", None, chosen=False),
     ]
     row = row_of(
-        told(" b\n\nc", "helv", entropy=3.214, varentropy=10.52, logprob=-0.693147, position=0),
-        told(" Wait", "helv", "inject", position=1),
-        told("...\x1b[2J\x00", "lelv", "inject", position=2),
-        told(" x", "lehv", "branch", position=3, branches=futures),
-        told(" y", "lelv", "branch", position=4),
-        told(" z", "mid", "backspace", position=5),
-        told("", "mid", position=6, token_id=77, loop=True),
-        retracted=[told(" q", "hehv", position=5), told(" r", "hehv", position=5)],
+        word(" b\n\nc", "helv", entropy=3.214, varentropy=10.52, logprob=-0.693147, position=0),
+        word(" Wait", "helv", "inject", position=1),
+        word("...\x1b[2J\x00", "lelv", "inject", position=2),
+        word(" x", "lehv", "branch", position=3, branches=futures),
+        word(" y", "lelv", "branch", position=4),
+        word(" z", "mid", "backspace", position=5),
+        word("", "mid", position=6, token_id=77, loop=True),
+        retracted=[word(" q", "hehv", position=5), word(" r", "hehv", position=5)],
         finish_reason="eos",
     )
     page = Page(row._repr_html_())
@@ -129,12 +129,12 @@ def test_tokens_have_their_regime_marks_and_a_tooltip() -> None:
     assert page.tokens[5]["title"].startswith(" q · scattered (HEHV) · sample · retracted\n")
     for meaning in ("injected by the sampler", "the best of several", "part of a repetition"):
         assert meaning in page.plain
-    assert "part of a repetition" not in Page(row_of(told("a"))._repr_html_()).plain
+    assert "part of a repetition" not in Page(row_of(word("a"))._repr_html_()).plain
 
 
-def test_everything_is_text() -> None:
-    """Tokens, prompt, error and tooltips."""
-    failed = row_of(told(EVIL), error=f"row 0: {EVIL}", finish_reason="error")
+def test_markup_is_escaped() -> None:
+    """Tokens, prompt, error and tooltips are plain text."""
+    failed = row_of(word(EVIL), error=f"row 0: {EVIL}", finish_reason="error")
     rows = Rows([failed, failed], {"prompt": EVIL})
     page = Page(rows._repr_html_())
     assert {"script", "img", "a", "link", "iframe"}.isdisjoint(page.tags)
@@ -142,14 +142,14 @@ def test_everything_is_text() -> None:
     assert page.plain.count(EVIL) == 6, "token, error and prompt of each"
     assert "url(" not in style("rows")
     assert "@import" not in style("rows")
-    # Dollars are no formulas: MathJax 3 and 2 skip elements of these classes.
+    # MathJax 3 and 2 skip elements of these classes, so that dollars are not formulas.
     (classes,) = re.findall(r'^<div class="([^"]*)">', rows._repr_html_())
     assert {"mathjax_ignore", "tex2jax_ignore"} <= set(classes.split())
 
 
 def test_the_table_of_shares() -> None:
     row = row_of(
-        *[told("a", "lelv", entropy=0.5, varentropy=1.0)] * 3, told("b", "mid", entropy=2.0)
+        *[word("a", "lelv", entropy=0.5, varentropy=1.0)] * 3, word("b", "mid", entropy=2.0)
     )
     cells = Page(row._repr_html_()).cells
     assert cells[5:10] == ["certain (LELV)", "3", "75%", "0.50 bits", "1.00 bits²"]
@@ -159,9 +159,9 @@ def test_the_table_of_shares() -> None:
     assert (nothing.cells, nothing.tokens) == ([], [])
 
 
-def test_its_size_is_bounded() -> None:
-    """A quarter of a megabyte for 1,000 tokens, twice that for any number."""
-    names = [told(f" {i} <b>", REGIMES[i % 5], position=i) for i in range(5000)]
+def test_the_size_of_the_html_is_bounded() -> None:
+    """The HTML has at most 300 kB for 1,000 tokens, and 600 kB for any number."""
+    names = [word(f" {i} <b>", REGIMES[i % 5], position=i) for i in range(5000)]
     assert len(row_of(*names[:1000])._repr_html_()) < 300_000
     page = row_of(*names)._repr_html_()
     assert len(page) < 600_000
@@ -172,12 +172,12 @@ def test_its_size_is_bounded() -> None:
     assert len(Page(many).tokens) == MAX_TOKENS
     assert "and 700 more tokens" in many
     assert "and 97 more texts" in many
-    assert len(Rows([row_of(told("a"))] * 1000)._repr_html_()) < 300_000
+    assert len(Rows([row_of(word("a"))] * 1000)._repr_html_()) < 300_000
 
 
 def test_style_of_a_cell() -> None:
-    """Colours have a contrast of 3 by WCAG 2.1, the light ones on dark, too, where nothing says
-    that a notebook is dark. Every rule keeps to its own cell."""
+    """Colours have a contrast of 3 by WCAG 2.1. Light ones have it on dark, too, since a dark
+    notebook may not be detected. Every rule applies only to its own cell."""
     for regime in REGIMES:
         pattern = rf"--{regime}: light-dark\(#(\w{{6}}), #(\w{{6}})\);"
         ((light, dark),) = re.findall(pattern, style("rows"))
@@ -193,8 +193,8 @@ def test_style_of_a_cell() -> None:
 # Runs.
 
 
-def test_a_saved_trace_is_that_of_the_run(model: LanguageModel, tmp_path: Path) -> None:
-    # Numbers may be NumPy's.
+def test_a_saved_trace_equals_the_run(model: LanguageModel, tmp_path: Path) -> None:
+    # NumPy integers are valid.
     numbers: Any = {"max_new_tokens": np.int64(20), "samples": np.int64(2), "seed": np.int64(3)}
     run = entropix_jax.stream(
         model, "Once upon a time", LITERAL, **numbers, chat=False, ignore_eos=True
@@ -218,7 +218,7 @@ def test_a_saved_trace_is_that_of_the_run(model: LanguageModel, tmp_path: Path) 
     assert Page(run._repr_html_()).plain.count("<|begin_of_text|>Once upon a time") == 2
 
 
-def test_what_cannot_be_written(model: LanguageModel, tmp_path: Path) -> None:
+def test_errors_of_saving(model: LanguageModel, tmp_path: Path) -> None:
     requests = [Spec([1, 2], "0", 2), Spec([1, 3], "1", 2)]
     run = run_specs(model, requests, "greedy")
     with pytest.raises(UserError, match="one run with one prompt"):

@@ -1,4 +1,4 @@
-"""Reading traces, and pages without a browser; test_report_page.py opens them in one."""
+"""Reading traces, and pages without a browser. test_report_page.py opens them in a browser."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def without(record: Json, name: str) -> Json:
 
 
 def ended(**changes: Any) -> Json:
-    """A footer of one token, with a changed row."""
+    """Returns a footer of one token, with changes to its row."""
     whole = footer([token(3)])
     return whole | {"rows": [whole["rows"][0] | changes]}
 
@@ -126,13 +126,13 @@ def calibrated(quantiles: Json) -> Json:
         ([header(), footer([], timings={"total": "long"})], "'timings' is malformed"),
     ],
 )
-def test_a_damaged_trace_is_refused_with_its_line(
+def test_errors_of_traces_contain_the_line(
     content: list[Json | str | bytes],
     message: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """An existing page stays."""
+    """An existing page is not changed."""
     path, output = tmp_path / "trace.jsonl", tmp_path / "page.html"
     lines = [json.dumps(line) + "\n" if isinstance(line, dict) else line for line in content]
     path.write_bytes(b"".join(x.encode() if isinstance(x, str) else x for x in lines))
@@ -166,12 +166,12 @@ def test_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("trace.jsonl", "trace.jsonl", "would overwrite its own input"),
         ("trace.jsonl", "/dev/null", "/dev/null: cannot be written: not a regular file"),
         ("pipe", "page.html", "pipe: not a regular file: give a trace"),
-        # What to do instead.
+        # Errors with advice.
         ("batch", "page.html", "a batch's output has no page: run batch with --trace DIR"),
         ("trace.jsonl", None, "--output FILE.html"),
     ],
 )
-def test_what_is_refused(
+def test_errors_of_report(
     trace: str, output: str | None, message: str, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, before = whole.parent, whole.read_bytes()
@@ -187,7 +187,7 @@ def test_what_is_refused(
     assert sorted(folder.iterdir()) == names
 
 
-def test_scripts_and_python_name_the_regimes_alike() -> None:
+def test_scripts_and_python_have_the_same_regime_names() -> None:
     script = (STATIC / "regimes.js").read_text("utf-8")
     found = re.findall(r'(\w+): \{ name: "(\w+)", acronym: "(\w+)"', script)
     assert found == [(regime, name, regime.upper()) for regime, name in MEANINGS.items()]
@@ -196,7 +196,7 @@ def test_scripts_and_python_name_the_regimes_alike() -> None:
 # The page.
 
 
-def test_a_page_carries_its_trace(whole: Path) -> None:
+def test_a_page_contains_its_trace(whole: Path) -> None:
     text = run_page(whole)
     assert unpacked(text, "trace-0") == whole.read_bytes()
     facts = json.loads(Parsed(text).scripts["facts"])
@@ -214,7 +214,7 @@ HOSTILE = "</script><script>alert(1)</script>'\"><img src=x onerror=alert(1)>"
 
 
 def strings(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of each text; that of a key ends in `...`."""
+    """Yields the path of each text. The path of a key ends in `...`."""
     if isinstance(value, str):
         yield path
     elif isinstance(value, dict | list):
@@ -225,7 +225,7 @@ def strings(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 
 def hostile(value: Any, path: tuple[Any, ...]) -> Any:
-    """The value with the text, or the key, at a path replaced."""
+    """Returns the value with the text or key at a path replaced."""
     if not path:
         return HOSTILE
     key, *rest = path
@@ -236,8 +236,8 @@ def hostile(value: Any, path: tuple[Any, ...]) -> Any:
     return changed
 
 
-def test_no_text_breaks_out_of_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each text and each key of a trace in turn: only elements that a plain page has."""
+def test_texts_are_escaped_in_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces each text and key of a trace. The page contains only elements of a plain page."""
     monkeypatch.setattr(page, "plotly_source", bytes)
     monkeypatch.setattr(page, "script", str)
     records = [token(3), branching(4), token(5, retracted=True), token(5)]
@@ -250,7 +250,7 @@ def test_no_text_breaks_out_of_a_page(tmp_path: Path, monkeypatch: pytest.Monkey
     made = 0
     for number, line in enumerate(lines):
         paths = [*strings(line)]
-        # One of the sampler's many parameters stands for all.
+        # Tests only one of the sampler's many parameters.
         for path in [p for p in paths if p[0] != "sampler_parameters" or "thought" in str(p)]:
             try:
                 text = page_of(*lines[:number], hostile(line, path), *lines[number + 1 :])
@@ -264,7 +264,7 @@ def test_no_text_breaks_out_of_a_page(tmp_path: Path, monkeypatch: pytest.Monkey
     assert made > 30
 
 
-def test_a_name_that_is_not_utf_8(tmp_path: Path) -> None:
+def test_a_model_name_that_is_not_utf_8(tmp_path: Path) -> None:
     path, output = tmp_path / "t.jsonl", tmp_path / "page.html"
     line = json.dumps(header(model="caf\udce9", prompt="\ud800")) + "\n"
     path.write_text(line + lines_of([token(3)])[0], encoding="utf-8")
@@ -272,7 +272,7 @@ def test_a_name_that_is_not_utf_8(tmp_path: Path) -> None:
     assert "<dd>caf?</dd>" in output.read_text("utf-8")
 
 
-def test_a_page_asks_nothing_of_a_network(whole: Path) -> None:
+def test_a_page_uses_no_network(whole: Path) -> None:
     parsed = Parsed(run_page(whole))
     for tag, attributes in parsed.tags:
         for name in ("src", "href", "action", "srcset"):
@@ -290,7 +290,7 @@ def test_a_page_asks_nothing_of_a_network(whole: Path) -> None:
 
 
 def test_the_text_needs_no_script(whole: Path) -> None:
-    """A page without its scripts has the text, drawn as in a notebook."""
+    """A page without its scripts shows the text like in a notebook."""
     text = re.sub(r"<script.*?</script>", "", run_page(whole), flags=re.DOTALL)
     rows = re.findall(r'<span class="(token[^"]*)" data-regime="(\w+)">([^<]*)', text)
     drawn = [(classes, regime) for classes, regime, word in rows if word.startswith(" word")]
@@ -310,8 +310,8 @@ def facts_of(output: Path) -> dict[str, Any]:
     return facts
 
 
-def test_a_page_at_the_end_of_a_run(command: Command, tmp_path: Path) -> None:
-    """Of its own: with the likeliest tokens and the layers; the text is printed as ever."""
+def test_the_report_option(command: Command, tmp_path: Path) -> None:
+    """The page has the most likely tokens and the layers. The printed text does not change."""
     output = tmp_path / "page.html"
     result = command(*short("--report", output, "--samples", 2))
     assert result.status == 0
@@ -326,8 +326,8 @@ def test_a_page_at_the_end_of_a_run(command: Command, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
 
 
-def test_the_page_of_a_trace_that_is_kept(command: Command, tmp_path: Path) -> None:
-    """It shows what the trace has, and asking for a page changes no more of it than asked."""
+def test_the_report_option_with_a_trace(command: Command, tmp_path: Path) -> None:
+    """The page shows the trace, and does not add fields to it."""
     trace, output = tmp_path / "trace.jsonl", tmp_path / "page.html"
     arguments = ("--trace", trace, "--trace-top", 2)
     assert command(*short(*arguments, "--report", output)).status == 0
@@ -342,7 +342,7 @@ def test_the_page_of_a_trace_that_is_kept(command: Command, tmp_path: Path) -> N
 def test_an_interrupted_run_has_a_page(
     command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Ctrl-C in the middle of the run: what was written until then is shown."""
+    """The page shows the tokens before Ctrl-C."""
     write = TraceWriter.write
     written = []
 

@@ -49,7 +49,7 @@ from tests.support.reports import (
 from tests.support.samplers import CALIBRATION, metrics_of, params_of
 from tests.support.traces import Trace, load_trace
 
-# A run of the embedded model in which everything happens.
+# A run of the embedded model with all regimes, branches and retractions.
 RUN = [
     *("--model", "tiny", "--sampler", "entropix"),
     *("--prompt", "Guests:", "--max-new-tokens", "1000", "--seed", "3", "--ignore-eos"),
@@ -60,7 +60,7 @@ RUN = [
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trace]:
-    """The page of a thousand tokens, as the command makes it, and its trace."""
+    """The command's page of 1,000 tokens, and its trace."""
     folder = tmp_path_factory.mktemp("run")
     path, output = folder / "trace.jsonl", folder / "page.html"
     assert main(["generate", *RUN, "--trace", str(path), "--report", str(output)]) == 0
@@ -86,7 +86,7 @@ def page(shown: Any) -> Any:
 
 @pytest.fixture
 def opened(watched: Callable[..., Watched], tmp_path: Path) -> Callable[..., Any]:
-    """Opens the page of a trace of these lines."""
+    """Returns a function that opens the page of a trace with given lines."""
 
     def opened(*lines: dict[str, Any]) -> Any:
         write_report(write(tmp_path / "trace.jsonl", *lines), tmp_path / "page.html")
@@ -96,7 +96,7 @@ def opened(watched: Callable[..., Watched], tmp_path: Path) -> Callable[..., Any
 
 
 def details(page: Any) -> dict[str, float]:
-    """The metrics of the selected token, by their names in the trace."""
+    """Returns the metrics of the selected token, by their names in the trace."""
     value = "[node.dataset.field, Number(node.querySelector('data').value)]"
     return dict(each(page, "#details-body tr[data-field]", value))
 
@@ -110,14 +110,14 @@ def quoted(record: dict[str, Any]) -> str:
     return f"“{text}”".replace("\n", "↵") if text else name_of(record)
 
 
-# What it shows.
+# Contents.
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(400, "dark"), (1440, "light"), (1440, "dark")])
-def test_nothing_is_cut_off(
+def test_layout_and_contrast(
     watched: Callable[..., Watched], run: tuple[Path, Trace], width: int, scheme: str
 ) -> None:
-    """Nothing is requested, and text has enough contrast."""
+    """Nothing is clipped, text has enough contrast, and the page sends no request."""
     one = watched(width, scheme=scheme)
     page = one.open(run[0])
     assert page.locator("#plane .scatterlayer .trace").count() > 5
@@ -129,7 +129,7 @@ def test_nothing_is_cut_off(
     assert one.requests == [run[0].as_uri()]
 
 
-def test_the_text_is_the_runs(page: Any, run: tuple[Path, Trace]) -> None:
+def test_the_text_equals_the_trace(page: Any, run: tuple[Path, Trace]) -> None:
     text = "[...node.childNodes].filter((c) => c.className !== 'sign').map((c) => c.data).join('')"
     spans = each(page, "#text-0 .token", f"[{text}, node.dataset.regime, [...node.classList]]")
     for (shown, regime, classes), record in zip(spans, run[1].tokens, strict=True):
@@ -147,8 +147,8 @@ def test_the_text_is_the_runs(page: Any, run: tuple[Path, Trace]) -> None:
     assert {"branched", "retracted"} <= legend == drawn & MARKS.keys()
 
 
-def test_all_numbers_of_a_token_are_the_traces(page: Any, run: tuple[Path, Trace]) -> None:
-    """Of every 50th token and every retracted one."""
+def test_details_of_a_token_equal_the_trace(page: Any, run: tuple[Path, Trace]) -> None:
+    """Checks every 50th token and every retracted one."""
     for i, record in enumerate(run[1].tokens):
         if i % 50 and record["type"] != "retracted":
             continue
@@ -162,11 +162,11 @@ def test_all_numbers_of_a_token_are_the_traces(page: Any, run: tuple[Path, Trace
 
 
 def percentiles(trace: Trace, quantity: str, values: Any) -> Any:
-    """The percentiles of values in the table that the trace carries."""
+    """Returns the percentiles of values in the trace's own table."""
     return np.interp(values, trace.header["calibration"]["quantiles"][quantity], PERCENTS)
 
 
-def test_the_plots_have_every_token(page: Any, run: tuple[Path, Trace]) -> None:
+def test_the_plots_contain_every_token(page: Any, run: tuple[Path, Trace]) -> None:
     """The axes of the plane are percentiles."""
     tokens = committed(run[1])
     points = plot(page, "plane", "data.map((trace) => [trace.customdata, trace.x, trace.y])")
@@ -215,7 +215,7 @@ def test_branches_and_retracted_tokens(page: Any, run: tuple[Path, Trace]) -> No
 # Selecting.
 
 
-def test_selecting_a_token_shows_it(page: Any, run: tuple[Path, Trace]) -> None:
+def test_selecting_a_token(page: Any, run: tuple[Path, Trace]) -> None:
     spans = page.locator("#text-0 .token")
     for i in (5, 9):
         spans.nth(i).hover()
@@ -226,10 +226,10 @@ def test_selecting_a_token_shows_it(page: Any, run: tuple[Path, Trace]) -> None:
         ring = plot(page, "plane", "data.at(-1).customdata[0]")
         assert ring == [record["entropy"], record["varentropy"]]
         assert plot(page, "series", "layout.shapes[0].x0") == record["position"]
-    spans.nth(7).click()  # holds it
+    spans.nth(7).click()  # pins it
     spans.nth(3).hover()
     assert selected(page) == 7
-    spans.nth(7).click()  # releases it
+    spans.nth(7).click()  # unpins it
     spans.nth(3).hover()
     assert selected(page) == 3
     box, last = page.locator("#text-0"), len(run[1].tokens) - 1
@@ -249,7 +249,7 @@ def test_selecting_a_token_shows_it(page: Any, run: tuple[Path, Trace]) -> None:
 
 
 def test_quadrants_and_thresholds_are_labelled(page: Any) -> None:
-    """Names before acronyms. Labels of equal thresholds are on both sides of the line."""
+    """Names precede acronyms. Labels of equal thresholds are on both sides of the line."""
     labels = plot(page, "plane", "layout.shapes.map((one) => one.label?.text).filter(Boolean)")
     words = [re.sub(r"<[^>]*>", "", label) for label in labels]
     assert sorted(words) == sorted(f"{name} {one.upper()}" for one, name in MEANINGS.items())
@@ -278,14 +278,14 @@ def set_knob(page: Any, name: str, value: float) -> None:
 
 
 def settings_of(page: Any) -> dict[str, Any]:
-    """The settings of the command that the page shows."""
+    """Returns the settings of the command on the page."""
     option, *words = shlex.split(page.locator("#what-if-command").text_content())
     assert option == "--set"
     return dict(map(parse_setting, words))
 
 
 def sampler_of(page: Any, folder: Path) -> dict[str, Any]:
-    """The sampler of the file that the page offers."""
+    """Returns the values of the sampler file on the page."""
     file = folder / "mine.toml"
     file.write_text(page.locator("#what-if-file").text_content(), encoding="utf-8")
     return dict(load_sampler(str(file)).values)
@@ -294,7 +294,7 @@ def sampler_of(page: Any, folder: Path) -> dict[str, Any]:
 def test_other_thresholds_reclassify_the_run(
     page: Any, run: tuple[Path, Trace], tmp_path: Path
 ) -> None:
-    """Its texts, its shares and its plots. How they are classified is tested below."""
+    """Texts, shares and plots change. The classification itself is tested below."""
     records = run[1].tokens
     start = Counter(r["regime"] for r in committed(run[1]))
     before = {name: [start[name], start[name]] for name in REGIMES}
@@ -321,7 +321,7 @@ def test_other_thresholds_reclassify_the_run(
     edge = percentiles(run[1], "entropy", float(np.float32(0.8)))
     assert plot(page, "plane", "layout.shapes[0].x1") == pytest.approx(edge)
 
-    # The command and a sampler file understand what the page prints.
+    # The command and a sampler file accept the text of the page.
     assert settings_of(page) == settings
     assert settings.items() <= sampler_of(page, tmp_path).items()
     page.locator("#what-if-note .what-if-reset").click()
@@ -330,9 +330,9 @@ def test_other_thresholds_reclassify_the_run(
     assert page.locator("#what-if-note").is_hidden()
 
 
-def test_samplers_that_the_page_writes(opened: Callable[..., Any], tmp_path: Path) -> None:
-    """In the file and in the command. Percentiles that were not moved stay as written."""
-    # Valid TOML whatever the settings contain.
+def test_sampler_files_and_commands_of_the_page(opened: Callable[..., Any], tmp_path: Path) -> None:
+    """Percentiles that are not changed are kept in the file and in the command."""
+    # The file is valid TOML for any settings.
     changes = {"inject.thought": [NASTY, '\\ \x7f\t"'], "metrics.layers": [1e-7, 1.0, 0.0, 1e6]}
     sampler = SAMPLER.with_values(changes)
     page = opened(header(sampler="mine", sampler_parameters=dict(sampler.values)), *run_of())
@@ -361,7 +361,7 @@ def test_samplers_that_the_page_writes(opened: Callable[..., Any], tmp_path: Pat
 
 
 def run_module(browser: Any, name: str, function: str, argument: Any) -> Any:
-    """The result of a JavaScript function of a module without imports and an argument."""
+    """Returns the result of a JavaScript function of a module without imports and an argument."""
     module = base64.b64encode((STATIC / name).read_bytes()).decode()
     blank = browser.new_page()
     found = blank.evaluate(
@@ -375,8 +375,8 @@ def run_module(browser: Any, name: str, function: str, argument: Any) -> Any:
     return found
 
 
-def test_percentiles_are_the_samplers(browser: Any) -> None:
-    """To values and back, in tables with plateaus, and beyond their ends."""
+def test_percentiles_of_the_page_equal_the_samplers(browser: Any) -> None:
+    """Converts to values and back, in tables with plateaus, and beyond their ends."""
     draw = np.random.default_rng(0)
     for _ in range(5):
         table = np.sort(draw.uniform(0, 10, 101)).round(draw.integers(0, 4))
@@ -411,10 +411,10 @@ def test_percentiles_are_the_samplers(browser: Any) -> None:
         ),
     ],
 )
-def test_the_page_classifies_as_the_sampler_does(
+def test_the_page_classifies_like_the_sampler(
     browser: Any, tmp_path: Path, preset: str, changes: dict[str, Any]
 ) -> None:
-    """Thousands of points, many on a bound or one float32 step beside it."""
+    """Tests thousands of points, many on a bound or one float32 step next to it."""
     sampler = load_sampler(preset).with_values(changes).resolve(CALIBRATION)
     start = header(sampler_parameters=dict(sampler.values))
     text = run_page(write(tmp_path / "trace.jsonl", start))
@@ -429,7 +429,7 @@ def test_the_page_classifies_as_the_sampler_does(
     side = np.nextafter(exact, draw.choice([-np.inf, np.inf], (count, 5)).astype(np.float32))
     points = np.where(near, np.where(draw.random((count, 5)) < 0.5, exact, side), points)
     *names, spread = QUANTITIES
-    # As in a trace: the shortest decimals of the float32.
+    # The shortest decimals of the float32, as in a trace.
     tokens = [
         {**{n: float(str(v)) for n, v in zip(QUANTITIES, p, strict=True)}, "loop": False}
         for p in points
@@ -457,7 +457,7 @@ def test_the_page_classifies_as_the_sampler_does(
 # Other traces.
 
 
-def test_hostile_texts_run_nothing(watched: Callable[..., Watched], tmp_path: Path) -> None:
+def test_hostile_texts_are_escaped(watched: Callable[..., Watched], tmp_path: Path) -> None:
     records = run_of()
     words = [NASTY, f"<img src=x onerror=alert(2)>{NASTY}"]
     for record, word in zip(records, words * len(records), strict=False):
@@ -482,7 +482,7 @@ def test_hostile_texts_run_nothing(watched: Callable[..., Watched], tmp_path: Pa
     assert NASTY.split("\n")[0][:28] in page.locator("#details-word").text_content()
 
 
-def test_a_chat_has_its_messages_and_the_prompt_text_folded(opened: Callable[..., Any]) -> None:
+def test_a_chat_shows_its_messages_and_hides_the_prompt(opened: Callable[..., Any]) -> None:
     messages = [{"role": "user", "content": NASTY}, {"role": "assistant", "content": "Yes"}]
     page = opened(header(messages=messages, prompt="<|user|>"), *run_of())
     shown = page.locator("#messages p").all_text_contents()
@@ -506,15 +506,15 @@ def test_several_texts(opened: Callable[..., Any]) -> None:
     assert plot(page, "series", "data[0].y") == entropies
 
 
-def test_the_trace_is_saved_as_it_was(page: Any, run: tuple[Path, Trace], tmp_path: Path) -> None:
+def test_the_trace_is_saved_unchanged(page: Any, run: tuple[Path, Trace], tmp_path: Path) -> None:
     with page.expect_download() as download:
         page.locator("#save").click()
     download.value.save_as(tmp_path / "saved.jsonl")
     assert (tmp_path / "saved.jsonl").read_bytes() == (run[0].parent / "trace.jsonl").read_bytes()
 
 
-def test_an_interrupted_run(opened: Callable[..., Any]) -> None:
-    """Without tokens, or with tokens that lack all optional fields."""
+def test_pages_of_interrupted_runs(opened: Callable[..., Any]) -> None:
+    """Tests a run without tokens, and a token without optional fields."""
     assert opened(header()).locator("main").count() == 0
     bare = token(3, top=None, layers=None)
     page = opened(header(), bare)

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files compared with the tokenizers that they were made from."""
+"""Tokenizers of GGUF files, compared with their source tokenizers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.tokenizers import TEXTS, vocabulary_metadata
         ("default", ["It", "'", "s", " ", " ", "202", "4", "!"]),
     ],
 )
-def test_splits(split: str, pieces: Sequence[str]) -> None:
+def test_pre_tokenizers(split: str, pieces: Sequence[str]) -> None:
     metadata = vocabulary_metadata() | {"tokenizer.ggml.pre": split}
     tokenizer = read_tokenizer(metadata, Path("a.gguf"))
     rules = tokenizer._tokenizer.pre_tokenizer
@@ -36,8 +36,8 @@ def test_splits(split: str, pieces: Sequence[str]) -> None:
 
 
 def test_sentencepiece_tokenizer() -> None:
-    """A vocabulary in SentencePiece's manner as a GGUF file has it, with scores and no merges,
-    against the tokenizer that it was made from."""
+    """Compares a SentencePiece vocabulary in the format of a GGUF file, with scores and no merges,
+    with its source tokenizer."""
     trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     trained.normalizer = tokenizers.normalizers.Sequence(
         [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]

@@ -28,7 +28,7 @@ TEMPLATE = (
 
 
 def byte_level(bos: bool = True) -> tokenizers.Tokenizer:
-    """In the manner of Llama 3."""
+    """Returns a tokenizer like that of Llama 3."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -63,7 +63,7 @@ LIBRARY = {kind: make() for kind, make in KINDS.items()}
 
 
 def write_ranks(folder: Path) -> Path:
-    """Llama 3's format in small: the bytes, and a few merges."""
+    """Writes a small file in Llama 3's format, with the bytes and a few merges."""
     tokens = [bytes([byte]) for byte in range(256)] + [b"th", b"the", b" the", "é".encode(), b"12"]
     lines = [f"{base64.b64encode(t).decode()} {rank}\n" for rank, t in enumerate(tokens)]
     (folder / "tokenizer.model").write_text("".join(lines))
@@ -91,12 +91,12 @@ ALL_KINDS = [*KINDS, "ranks"]
 @given(text=st.text() | st.sampled_from(TEXTS))
 def test_text_survives_the_round_trip(loaded: dict[str, Tokenizer], kind: str, text: str) -> None:
     if kind == "byte_fallback":
-        text = text.replace("▁", "_")  # such a vocabulary cannot tell its mark from a space
+        text = text.replace("▁", "_")  # such a vocabulary encodes a space as this mark
     ids = loaded[kind].encode(text, add_bos=False)
     assert loaded[kind].decode(ids, skip_special=False) == text
 
 
-def test_bos_is_put_once(loaded: dict[str, Tokenizer]) -> None:
+def test_bos_is_added_once(loaded: dict[str, Tokenizer]) -> None:
     for kind, name in (("byte_level", "<|begin|>"), ("ranks", "<|begin_of_text|>")):
         tokenizer = loaded[kind]
         bos, plain = tokenizer.token_id(name), tokenizer.encode("a cat", add_bos=False)
@@ -117,7 +117,7 @@ def test_bos_is_put_once(loaded: dict[str, Tokenizer]) -> None:
         (True, {"bos_token": "<|begin|>", "add_bos_token": False}, None),
     ],
 )
-def test_who_decides_on_bos(
+def test_sources_of_the_bos_setting(
     tmp_path: Path, post_processor: bool, config: dict[str, Any] | None, expected: int | None
 ) -> None:
     tokenizer = load_tokenizer(save(tmp_path, byte_level(bos=post_processor), config))
@@ -181,7 +181,7 @@ def test_added_tokens_of_other_files(
     assert tokenizer.vocab_size == max(ids) + 1
     assert tokenizer.own_size <= SIZE
     assert tokenizer.decode(ids, skip_special=False) == text
-    # A special token is no part of a text; `<think>` is one.
+    # A special token is not part of a text, unlike `<think>`.
     assert (ids[0] in tokenizer.special_ids) == ("think" not in text)
 
 
@@ -195,7 +195,7 @@ def test_added_tokens_of_other_files(
         ("special_tokens_map.json", {"additional_special_tokens": [1]}, "an added token must be"),
     ],
 )
-def test_added_tokens_that_do_not_fit(
+def test_errors_of_added_tokens(
     tmp_path: Path, file: str, content: dict[str, Any], message: str
 ) -> None:
     folder = save(tmp_path / "added", byte_level())
@@ -206,7 +206,7 @@ def test_added_tokens_that_do_not_fit(
 
 
 def test_the_text_of_each_token(loaded: dict[str, Tokenizer]) -> None:
-    """With its white space; control tokens have none, and a part of a character is U+FFFD."""
+    """Texts include white space. Control tokens have none, partial characters have U+FFFD."""
     for kind in ALL_KINDS:
         tokenizer = loaded[kind]
         assert len(tokenizer.token_texts) == tokenizer.vocab_size
@@ -221,7 +221,7 @@ def test_the_text_of_each_token(loaded: dict[str, Tokenizer]) -> None:
 
 
 def test_a_vocabulary_with_gaps(tmp_path: Path) -> None:
-    """An id past the model's embedding is seen when the model is loaded, and takes no memory."""
+    """An id beyond the embedding needs no memory. It is reported when the model is loaded."""
     raw = json.loads(byte_fallback().to_str())
     raw["model"]["vocab"]["ž"] = 2**32 - 1
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
@@ -231,7 +231,9 @@ def test_a_vocabulary_with_gaps(tmp_path: Path) -> None:
     assert tokenizer.decode_within(tokenizer.encode_within(" a cat")) == " a cat"
 
 
-def test_settings_of_training_do_not_act(tmp_path: Path, loaded: dict[str, Tokenizer]) -> None:
+def test_truncation_and_padding_settings_are_ignored(
+    tmp_path: Path, loaded: dict[str, Tokenizer]
+) -> None:
     raw = byte_fallback()
     raw.enable_truncation(4)
     raw.enable_padding(length=64)
@@ -245,7 +247,7 @@ def test_settings_of_training_do_not_act(tmp_path: Path, loaded: dict[str, Token
 
 @pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
 @given(data=st.data())
-def test_decode_gives_the_text_of_the_library(
+def test_decode_equals_the_library(
     loaded: dict[str, Tokenizer], kind: str, data: st.DataObject
 ) -> None:
     ids = data.draw(st.lists(st.integers(0, loaded[kind].vocab_size - 1)))
@@ -255,7 +257,7 @@ def test_decode_gives_the_text_of_the_library(
 
 
 @given(words=st.lists(st.text() | st.sampled_from([*SPECIAL, " ", "▁▁ a"])))
-def test_byte_fallback_gives_the_text_of_the_library_on_utf8(
+def test_decode_of_byte_fallback_equals_the_library(
     loaded: dict[str, Tokenizer], words: list[str]
 ) -> None:
     ids = [i for word in words for i in loaded["byte_fallback"].encode(word, add_bos=False)]
@@ -266,7 +268,7 @@ def test_byte_fallback_gives_the_text_of_the_library_on_utf8(
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "ranks"])
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_character_comes_with_the_token_that_completes_it(
+def test_a_character_is_streamed_with_its_last_token(
     loaded: dict[str, Tokenizer], kind: str, text: str
 ) -> None:
     tokenizer = loaded[kind]
@@ -275,11 +277,11 @@ def test_a_character_comes_with_the_token_that_completes_it(
     shown = ""
     for end, token_id in enumerate(ids, start=1):
         shown += stream.push(token_id)
-        # The whole characters so far: all of them, and nothing else.
+        # Exactly the complete characters so far.
         assert shown == tokenizer.decode(ids[:end]).rstrip("\ufffd")
     assert shown == text
     assert stream.flush() == ""
-    # Ids of bytes are the bytes; invalid ones are replaced.
+    # Ids of bytes equal the bytes. Invalid bytes are replaced.
     stream = loaded["ranks"].stream()
     pushed = [stream.push(byte) for byte in b"\xe2\x82a\xffb\xf0\x9f"]
     assert pushed == ["", "", "\ufffda", "\ufffd", "b", "", ""]
@@ -287,8 +289,10 @@ def test_a_character_comes_with_the_token_that_completes_it(
 
 
 @pytest.mark.parametrize("kind", [*ALL_KINDS, "prefixed"])
-def test_text_within_a_text(tmp_path: Path, loaded: dict[str, Tokenizer], kind: str) -> None:
-    """It is the text that was given: no space comes before it, and none is lost."""
+def test_encode_within_keeps_spaces(
+    tmp_path: Path, loaded: dict[str, Tokenizer], kind: str
+) -> None:
+    """The text round-trips exactly, without added or lost spaces."""
     if kind == "prefixed":
         tokenizer = byte_level()
         parts = [pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(add_prefix_space=True)]
@@ -303,14 +307,14 @@ def test_text_within_a_text(tmp_path: Path, loaded: dict[str, Tokenizer], kind: 
         assert within.bos_id not in ids
 
 
-# Stop strings: that no part of one is ever let through.
+# Stop strings, of which no part is ever emitted.
 
 
 PIECES = st.text("ab", max_size=3)
 
 
 @given(st.lists(PIECES.filter(bool), max_size=3), st.lists(PIECES, max_size=8))
-def test_against_whole_texts(stops: list[str], pieces: list[str]) -> None:
+def test_stop_filter_equals_a_search_of_the_whole_text(stops: list[str], pieces: list[str]) -> None:
     stop = StopFilter[int](stops)
     out = ["".join(text for text, _ in stop.push(piece, i)) for i, piece in enumerate(pieces)]
     rest = "".join(text for text, _ in stop.flush())
@@ -322,7 +326,7 @@ def test_against_whole_texts(stops: list[str], pieces: list[str]) -> None:
             assert let_through == text[: min(found)]
             assert "".join(out[number + 1 :]) + rest == ""
             return
-        # All of the text, but for the longest end that may become a stop string.
+        # The whole text, except for the longest end that may become a stop string.
         held = text[len(let_through) :]
         starts = {one[:n] for one in stops for n in range(1, len(one))}
         ends = [text[at:] for at in range(len(text)) if text[at:] in starts]
@@ -347,7 +351,7 @@ def test_each_piece_keeps_its_own_tag() -> None:
 CHAT = [{"role": "user", "content": " a cat "}, {"role": "assistant", "content": "two"}]
 
 
-def test_chat(tmp_path: Path) -> None:
+def test_render_and_apply_chat(tmp_path: Path) -> None:
     config = {"bos_token": "<|begin|>", "chat_template": TEMPLATE}
     tokenizer = load_tokenizer(save(tmp_path, byte_level(), config))
     text = "<|begin|><|user|>a cat<|end|><|assistant|>two<|end|><|assistant|>"
@@ -356,7 +360,7 @@ def test_chat(tmp_path: Path) -> None:
     ids = tokenizer.apply_chat(CHAT)
     assert ids == tokenizer.encode(text, add_bos=False)
     assert ids.count(0) == 1
-    # A template that leaves BOS to the tokenizer: an undefined variable renders as nothing.
+    # A template without BOS, since an undefined variable renders as an empty text.
     del config["bos_token"]
     tokenizer = load_tokenizer(save(tmp_path, byte_level(), config))
     assert tokenizer.render_chat(CHAT).startswith("<|user|>")
@@ -365,8 +369,8 @@ def test_chat(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_contents_cannot_end_a_turn(kind: str, tmp_path: Path) -> None:
-    """With `escape` the only control tokens are the template's, and each content is there as it
-    is. Without one in a content nothing changes."""
+    """With `escape`, only the template has control tokens, and contents are encoded literally.
+    Contents without control tokens do not change."""
     if kind == "ranks":
         (tmp_path / kind).mkdir()
         folder, names = write_ranks(tmp_path / kind), ("<|eot_id|>", "<|python_tag|>")
@@ -392,7 +396,7 @@ def test_contents_cannot_end_a_turn(kind: str, tmp_path: Path) -> None:
         assert [i for i in ids if i in own] == own * 3
         bare = chat("a cat", content, "the cat", escape=False)
         assert len([i for i in bare if i in own]) > 6
-        # The other messages are what they are alone, and the content is that of its characters.
+        # The other messages are unchanged, and the content is encoded by its characters.
         cut = [at for at, i in enumerate(ids) if i == own[0]]
         assert ids[: cut[1]] == chat("a cat", escape=False)[: cut[1]]
         middle = [i for i in ids[cut[1] : cut[2]] if i not in own]
@@ -421,8 +425,8 @@ def test_names_and_calls_cannot_end_a_turn(tmp_path: Path) -> None:
         tokenizer.apply_chat([{**message, "tool_calls": calls}], escape=True)
 
 
-def test_contents_may_be_parts_or_nothing() -> None:
-    """As clients of the API have them; other keys are the template's."""
+def test_contents_may_be_parts_or_empty() -> None:
+    """Clients of the API send both. Other keys are passed to the template."""
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "a "}, {"text": "cat"}]},
         {"role": "assistant", "content": None, "tool_calls": []},
@@ -450,7 +454,7 @@ def test_chats_that_end_within_a_message(tmp_path: Path) -> None:
     config = {"bos_token": "<|begin|>", "chat_template": TEMPLATE}
     tokenizer = load_tokenizer(save(tmp_path, byte_level(), config))
     begun = "<|begin|><|user|>a cat<|end|><|assistant|>"
-    # The last ones are found in what the template adds, too.
+    # The last ones also occur in the template's own text.
     contents = [("two", "two"), (" two ", "two"), (" ", ""), *((s, s) for s in ("<", "|", "end"))]
     for content, kept in contents:
         chat = [CHAT[0], {"role": "assistant", "content": content}]
@@ -461,7 +465,7 @@ def test_chats_that_end_within_a_message(tmp_path: Path) -> None:
         tokenizer.render_begun(CHAT)
 
 
-def test_what_templates_may_use(tmp_path: Path) -> None:
+def test_features_of_templates(tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}"
         "{{ m | tojson }}{% endfor %}{% generation %}{{ tools is none }}{% endgeneration %}"
@@ -514,9 +518,7 @@ def test_bad_chat_templates(tmp_path: Path, template: str | None, message: str) 
         ("other", b"", "neither tokenizer.json nor tokenizer.model"),
     ],
 )
-def test_files_that_are_no_tokenizer(
-    tmp_path: Path, name: str, content: bytes, message: str
-) -> None:
+def test_errors_of_tokenizer_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     if name not in ("tokenizer.model", "other"):
         save(tmp_path, byte_level())
     (tmp_path / name).write_bytes(content)
@@ -540,19 +542,19 @@ NO_TOKEN = {
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        # The library panics, which is no Exception: over these files as they are read, ...
+        # The library panics, which is no Exception, when it reads these files, ...
         ({"model": {"continuing_subword_prefix": "longer"}}, "not a tokenizer.json: range"),
-        # ... and over a text, here one on which an expression backtracks without end.
+        # ... and on a text, here with endless backtracking of an expression.
         ({"pre_tokenizer": BACKTRACKING}, "the tokenizer fails: Onig: Regex search error: retry-"),
         ({"post_processor": NO_TOKEN}, "the post-processor adds 99999, not a token id"),
-        # Some errors of its own come with the first text that meets them.
+        # Some errors of the library occur only with the first text that triggers them.
         (
             {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<none>"}},
             "the tokenizer fails: WordLevel error: Missing \\[UNK\\] token",
         ),
     ],
 )
-def test_what_the_library_does_over_hostile_files(
+def test_failures_of_the_library_are_reported(
     tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     raw = json.loads(byte_level(bos=False).to_str())
@@ -572,7 +574,7 @@ def test_what_the_library_does_over_hostile_files(
         (decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)]), "Strip at the end"),
     ],
 )
-def test_other_decoders_are_refused(
+def test_unsupported_decoders_are_reported(
     tmp_path: Path, decoder: decoders.Decoder | None, message: str
 ) -> None:
     raw = byte_level()
@@ -584,7 +586,7 @@ def test_other_decoders_are_refused(
 # Llama 3's ranks
 
 
-def test_ranks(tmp_path: Path) -> None:
+def test_tokenizer_of_ranks(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_ranks(tmp_path))
     size = 256 + 5
     assert tokenizer.vocab_size == size + 256
@@ -602,7 +604,7 @@ def test_ranks(tmp_path: Path) -> None:
 
 
 def test_ranks_of_long_runs(loaded: dict[str, Tokenizer]) -> None:
-    """Where the expression that splits a text could backtrack."""
+    """On these texts, the expression that splits a text could backtrack."""
     tokenizer = loaded["ranks"]
     for text in (" " * 1_000_000, "x" + "a" * 60_000 + " " * 60_000 + "th"):
         assert tokenizer.decode(tokenizer.encode(text, add_bos=False)) == text
@@ -630,7 +632,7 @@ def llama3(shared_data: Path) -> Tokenizer:
     ],
 )
 def test_llama3(llama3: Tokenizer, text: str, ids: list[int]) -> None:
-    """The ids that tiktoken makes of Meta's file."""
+    """Compares with the ids of tiktoken with Meta's file."""
     assert (llama3.vocab_size, llama3.bos_id) == (128_256, 128_000)
     assert llama3.encode(text, add_bos=True) == [128_000, *ids]
     stream = llama3.stream(skip_special=False)
@@ -643,9 +645,7 @@ def test_llama3(llama3: Tokenizer, text: str, ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-def test_chat_ids_equal_those_of_transformers(
-    tmp_path: Path, transformers: ModuleType, kind: str
-) -> None:
+def test_chat_ids_equal_transformers(tmp_path: Path, transformers: ModuleType, kind: str) -> None:
     config = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "chat_template": TEMPLATE}
     folder = save(tmp_path, KINDS[kind](), config)
     reference = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
