@@ -1,4 +1,4 @@
-"""Old habits of style, as a ratchet: none in README and docs, no more in the code than today.
+"""Old habits of style, which no text of the project may contain, except for `LIMITS`.
 
 `python -m tests.test_style` prints each place with the better wording, and the counts by folder.
 """
@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TEXTS, PAGES = {".md"}, {".html", ".js", ".css"}
+TEXTS, CODE, PAGES = {".md"}, {".py"}, {".html", ".js", ".css"}
+TOPS = {"docs": TEXTS, "scripts": CODE, "tests": CODE, "entropix_jax": CODE | PAGES}
 
 # A pattern, and the better wording. Only wordings that plain technical English does without.
 HABITS = {
@@ -55,12 +56,12 @@ HABITS = {
     }.items()
 }
 
-# Places that are right: Jinja's own test "is none".
-LIMITS = {"entropix_jax/report": 1}
+# Correct uses: Jinja's own test "is none".
+LIMITS = {"entropix_jax/report": 1, "tests/text": 1}
 
 
 def strings_of(path: Path) -> Iterator[tuple[int, str]]:
-    """The line and text of each comment and string constant of a Python file."""
+    """Yields the line and text of each comment and string constant of a Python file."""
     source = path.read_text(encoding="utf-8")
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -72,7 +73,7 @@ def strings_of(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, str]]:
-    """The line and text of whatever a person reads in a file, code blocks of Markdown left out."""
+    """Yields the line and text of the prose of a file, without code blocks of Markdown."""
     if path.suffix == ".py":
         yield from strings_of(path)
         return
@@ -84,17 +85,17 @@ def lines_of(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def files() -> Iterator[tuple[str, Path]]:
-    """The folder, as in `LIMITS`, and the path of each file that is checked."""
+    """Yields folder, as in `LIMITS`, and path of each file but this one, which has the patterns."""
     yield "README.md", ROOT / "README.md"
-    for top, suffixes in (("docs", TEXTS), ("scripts", {".py"}), ("entropix_jax", {".py"} | PAGES)):
+    for top, suffixes in TOPS.items():
         for path in sorted((ROOT / top).rglob("*")):
-            if path.suffix in suffixes:
+            if path.suffix in suffixes and path != Path(__file__).resolve():
                 inside = path.relative_to(ROOT).parts[:-1]
-                yield "/".join(inside[:2]) if top == "entropix_jax" else top, path
+                yield "/".join(inside[:2]) if top in ("entropix_jax", "tests") else top, path
 
 
 def found() -> Iterator[tuple[str, Path, int, str, str]]:
-    """The folder, file, line, words and better wording of each habit."""
+    """Yields the folder, file, line, words and better wording of each habit."""
     for folder, path in files():
         for number, line in lines_of(path):
             for pattern, better in HABITS.items():
