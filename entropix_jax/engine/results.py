@@ -3,7 +3,7 @@
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,25 @@ class Request:
     messages: Sequence[Mapping[str, str]] | None = None
     tag: Any = None
 
+    def to_json(self) -> dict[str, Any]:
+        """The settings of the row that the header of a trace lacks."""
+        names = "row_id", "seed", "max_new_tokens"
+        lists = {"eos_ids": [*map(int, self.eos_ids)], "stop": [*self.stop]}
+        hooks = {name: getattr(self, name) is not None for name in ("retrieve", "ask")}
+        return {**{name: getattr(self, name) for name in names}, **lists, **hooks}
+
+
+@dataclass(frozen=True)
+class Move:
+    """A move of a row by the caller, after `lines` tokens of its log. The row keeps its first
+    `kept` tokens, has been rewound `rewinds` times, and commits the `forced` tokens next."""
+
+    lines: int
+    kept: int
+    rewinds: int
+    forced: Sequence[int]
+    action: str  # of the forced tokens
+
 
 @dataclass(repr=False)
 class Row:
@@ -68,9 +87,12 @@ class Row:
     "cancelled" (by `Engine.end`), or None while the row runs. `retracted_tokens` are in order.
     `log` has all tokens in the order of their events, each with a bool for retracted ones. `number`
     is the row's index in a `Generation`; an engine numbers its rows, forks included, in order of
-    arrival. `forks` and `rewinds` count calls of `Engine.fork` and `rewind` for the row. `ahead`
-    has the tokens to force when the row begins to run, see `Engine.force`, with the action
-    `ahead_action`. `chosen` has the positions of tokens that a person chose.
+    arrival. `budget` is the maximum number of tokens, set when the row begins to run. `source` is
+    the number of the row that it was forked from, with the length of that row's log; -1 stands for
+    a row of another run. `moves` are those of the caller. `forks` and `rewinds` count calls of
+    `Engine.fork` and `rewind` for the row. `ahead` has the tokens to force when the row begins to
+    run, see `Engine.force`, with the action `ahead_action`. `chosen` has the positions of tokens
+    that a person chose.
     """
 
     request: Request
@@ -81,6 +103,9 @@ class Row:
     retracted_tokens: list[TokenRecord] = field(default_factory=list)
     log: list[tuple[TokenRecord, bool]] = field(default_factory=list)
     number: int = 0
+    budget: int = field(default=0, compare=False)
+    source: tuple[int, int] | None = field(default=None, compare=False)
+    moves: list[Move] = field(default_factory=list, compare=False)
     forks: int = 0
     rewinds: int = 0
     ahead: Sequence[int] = ()
@@ -114,6 +139,12 @@ class Row:
             "tail_confidence": float(groups[-1]),
             "mean_self_certainty": float(np.mean([token.self_certainty for token in tokens])),
         }
+
+    def footer(self) -> dict[str, Any]:
+        """Returns the row's object in the footer of a trace."""
+        request = {**self.request.to_json(), "budget": self.budget, "source": self.source}
+        request["moves"] = [asdict(move) for move in self.moves]
+        return {"row": self.number, **self.to_json(), "request": request}
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= _REPR_TEXT else f"{self.text[:_REPR_TEXT]}..."
@@ -163,7 +194,7 @@ class Rows(list[Row]):
 
     def footer(self) -> dict[str, Any]:
         """The footer of the run's trace."""
-        return footer([{"row": row.number, **row.to_json()} for row in self], self.timings)
+        return footer([row.footer() for row in self], self.timings)
 
     def save_trace(self, path: str | Path) -> None:
         """Writes the run's trace, row by row, with the tokens so far. It has `top` and `layers` if

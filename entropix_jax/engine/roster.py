@@ -91,7 +91,8 @@ class Roster:
             row.forks += 1
             request = replace(whole, row_id=f"{row.request.row_id}.{row.forks}")
             tokens = [replace(token, row=self._number) for token in row.tokens[:kept]]
-            forks.append(Row(request, tokens, number=self._number))
+            source = row.number, len(row.log)
+            forks.append(Row(request, tokens, number=self._number, source=source))
             self._move(forks[-1])
         return forks
 

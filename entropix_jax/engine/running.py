@@ -12,7 +12,7 @@ import numpy as np
 
 from entropix_jax.engine.preparation import CalibratedSampler, describe_token
 from entropix_jax.engine.records import StepOutcome
-from entropix_jax.engine.results import Event, Piece, Request, Row
+from entropix_jax.engine.results import Event, Move, Piece, Request, Row
 from entropix_jax.engine.slots import Arrival, fresh_tally, padded_ids
 from entropix_jax.engine.state import (
     BRANCH_ENDED,
@@ -92,6 +92,13 @@ class RunningRow:
         row.text, row.finish_reason, row.error = "", None, None
         row.tokens = [*row.tokens]  # the caller may have given those of another row
         row.log = row.log or [(token, False) for token in row.tokens]
+        if row.log or forced.tokens or row.source is not None:
+            action = row.request.sampler.mechanisms[forced.action].name
+            counts = len(row.log), len(row.tokens), row.rewinds
+            row.moves.append(Move(*counts, [*map(int, forced.tokens)], action))
+            if row.log and not row.budget and row.source is None:
+                row.source = (-1, 0)  # its tokens are from another run
+        row.budget = self.budget
         for token in row.tokens:
             self._show(token)
 
