@@ -23,7 +23,7 @@ LAYERS = (
     ("text", "report", "sampler"),
     ("model",),
     ("engine",),
-    ("batch",),
+    ("batch", "replay"),
     ("cli",),
     ("lab", "serve", "chat"),
 )

@@ -168,22 +168,23 @@ class TraceReader:
 def _has(record: dict[str, Any], key: str, shape: Any) -> bool:
     """Whether an object has a value of this shape, or none under an optional key."""
     value = record.get(key.removesuffix("?"))
-    return (value is None and key.endswith("?")) or _fits(value, shape)
+    return (value is None and key.endswith("?")) or fits(value, shape)
 
 
-def _fits(value: Any, shape: Any) -> bool:
-    """Whether a JSON value has a shape: true is not 1, and an overflowed number is not a number."""
+def fits(value: Any, shape: Any) -> bool:
+    """Whether a JSON value has a shape, see `_HEADER`. True is not 1, and an overflowed number is
+    not a number."""
     if isinstance(shape, dict):
         if not isinstance(value, dict):
             return False
         if ... in shape:
-            return all(_fits(one, shape[...]) for one in value.values())
+            return all(fits(one, shape[...]) for one in value.values())
         return all(_has(value, key, inner) for key, inner in shape.items())
     if isinstance(shape, list):
-        return isinstance(value, list) and all(_fits(one, shape[0]) for one in value)
+        return isinstance(value, list) and all(fits(one, shape[0]) for one in value)
     if isinstance(shape, tuple):
         same = isinstance(value, list) and len(value) == len(shape)
-        return same and all(map(_fits, value, shape))
+        return same and all(map(fits, value, shape))
     if isinstance(value, bool) or shape is bool:
         return isinstance(value, bool) and shape is bool
     if shape is float:

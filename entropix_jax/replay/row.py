@@ -1,0 +1,621 @@
+"""The replay of one row, stage by stage: measure, classify, propose, filter, draw, control, commit.
+
+Recorded numbers are compared with their recomputed values, and then used for the decisions after
+them. Where a decision depends on numbers within rounding, both outcomes are possible, and the
+recorded one is accepted.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, takewhile
+from typing import Any
+
+import numpy as np
+
+from entropix_jax.names import REGIMES
+from entropix_jax.replay import formulas, sentences
+from entropix_jax.replay.controls import CONTROLS, MAY
+from entropix_jax.replay.formulas import PARAMETERS, Place, Proposal, log_softmax
+from entropix_jax.replay.state import (
+    MAX_REACH,
+    Doubt,
+    Entry,
+    Line,
+    Plan,
+    Reading,
+    RowState,
+    Seen,
+    Tally,
+    Verdict,
+)
+from entropix_jax.replay.threefry import row_key
+
+MAX_ATTEMPTS, MAX_WIDTH = 8, 10
+LOOK_AHEAD = 64  # tokens that the model reads at once
+BUDGETS = "inject.begun branch.begun branch.forwards backspace phrases".split()  # never restored
+
+
+class Row(RowState):
+    """One row of a trace while it is replayed."""
+
+    def run(self) -> None:
+        """Replays all lines of the row. Raises Doubt at the first that does not follow."""
+        moves = [*self.request["moves"]]
+        while True:
+            while moves and moves[0]["lines"] == self.at:
+                self.move(moves.pop(0))
+            is_open = any(entry.line["type"] == "retracted" for entry in self.live)
+            if self.reason is not None or not (is_open or self.at < len(self.lines)):
+                break
+            self.step()
+        self.finish()
+
+    def step(self) -> None:
+        """Replays one step: the row commits a token, forks, waits or goes back."""
+        self.near = False
+        seen = self.observe(self.tokens, self.tally, self.bans, -1, self.line_here())
+        if seen is None:
+            self.reason = "error"
+            return
+        self.forwards += self.generated > 0
+        self.reach = self.find_reach()
+        plans = self.plans(seen)
+        first = next(plans)
+        plan = next((plan for plan in chain([first], plans) if self.agrees(plan)), None)
+        if plan is None:
+            raise self.doubt(first)
+        self.near |= plan is not first
+        self.carry_out(plan, seen)
+        self.rounded += self.near
+
+    # Measure and classify
+
+    def read(
+        self, tokens: Sequence[int], ahead: Sequence[int] = (), is_branch: bool = False
+    ) -> Reading:
+        """Returns the model's reading after the last token. `ahead` probably follows."""
+        count = len(tokens)
+        path, start, readings = self.readings.get(is_branch, ([], 0, []))
+        if not (start < count and path[:count] == [*tokens]):
+            path, start = [*tokens, *ahead][: count + LOOK_AHEAD - 1], count - 1
+            readings = self.model.read(path, start)
+            self.readings[is_branch] = path, start, readings
+        return readings[count - 1 - start]
+
+    def observe(
+        self,
+        tokens: Sequence[int],
+        tally: Tally,
+        bans: Sequence[int],
+        branch: int,
+        line: Line | None,
+        ahead: Sequence[int] | None = None,
+    ) -> Seen | None:
+        """Measures the distribution after some tokens, and compares a line with it. Returns None
+        if a logit is NaN or infinite."""
+        if ahead is None:
+            ahead = [e["token_id"] for e in self.lines[self.at :] if e["type"] == "token"]
+        reading, v = self.read(tokens, ahead, branch >= 0), self.v
+        if not np.isfinite(reading.logits).all():
+            return None
+        generated = len(tokens) - len(self.prompt)
+        breakers, states = self.texts["dry.breakers"], tally.states
+        log_probs, epsilon = log_softmax(reading.logits), self.model.epsilon
+        place = Place(
+            v, self.key, tokens, generated, log_probs, bans, branch, states, breakers, epsilon
+        )
+        metrics = formulas.measure(place, reading)
+        if line is not None:
+            self.check(line, "metrics", **metrics)
+            metrics = {name: float(np.float32(line[name])) for name in metrics}
+        mean, squares = tally.moments
+        deviation = metrics["entropy"] - mean
+        mean += deviation / (generated + 1)
+        squares += deviation * (metrics["entropy"] - mean)
+        metrics["sequence_varentropy"] = squares / (generated + 1)
+        viewed = formulas.view(v, reading.logits)
+        if viewed is not None:
+            metrics["entropy"], metrics["varentropy"] = viewed
+        bounds = formulas.thresholds(v, tally.drift)
+        slack = 0.0 if line is not None and viewed is None else self.tolerance
+        regimes = formulas.regimes(v, metrics, bounds, slack)
+        rounds = formulas.count_rounds(v, tokens, generated)
+        if v["metrics.attn_entropy"] == "normalised":
+            metrics["attn_entropy"] = metrics["attn_entropy_norm"]
+        if v["metrics.agreement"] == "published":
+            metrics["agreement"] = metrics["agreement_published"]
+        metrics |= {"h2": float(bounds[1]), "u2": float(bounds[3]), "vocab": log_probs.size}
+        if line is not None:
+            variance = metrics["sequence_varentropy"]
+            self.check(line, "metrics", sequence_varentropy=variance)
+            self.near |= line["regime"] != regimes[0]
+            self.check(line, "regime", regime=tuple(regimes), loop=rounds > 0)
+            self.check(line, "metrics", confidence=formulas.confidence(v, metrics))
+            regimes = [line["regime"]]
+        return Seen(place, reading, metrics, regimes, rounds, (mean, squares))
+
+    # Propose, draw and control
+
+    def plans(self, seen: Seen) -> Iterator[Plan]:
+        """Yields the outcome of the step, then those that it may have within rounding."""
+        for regime in seen.regimes:
+            proposal = self.propose(seen, regime)
+            drawn_by = self.recorded(proposal)
+            penalised = formulas.penalise(seen.reading.logits, seen.place)
+            if self.tally.queue:
+                forced = Verdict("force", self.tally.queue_action)
+                token, z = self.tally.queue[0], penalised
+                yield Plan(regime, proposal, proposal, token, forced, z, z, z)
+                continue
+            left, given = formulas.truncate(penalised, seen.place, drawn_by)
+            for token in self.outcomes(seen.place, penalised, drawn_by):
+                logits = penalised, left, given
+                plan = Plan(regime, proposal, proposal, token, Verdict("commit"), *logits)
+                yield self.control(plan, seen)
+
+    def propose(self, seen: Seen, regime: str) -> Proposal:
+        """Returns the proposal of the arm that serves the row."""
+        if self.again is not None:
+            return self.again
+        v, rounds = self.v, seen.rounds
+        served = "start" if self.generated < v["start.tokens"] else regime
+        arm = v[f"arms.{'loop' if rounds > 0 else served}"]
+        may = {name: rule(self) for name, rule in MAY.items()}
+        proposal = formulas.ARMS[arm](v, seen.metrics, may)
+        if rounds > 0:
+            hot = proposal.temperature * (1 + v["loop.heating"] * (rounds - 1))
+            proposal = replace(proposal, temperature=min(hot, v["loop.hottest"]))
+        return replace(proposal, action=self.tally.queue_action) if self.tally.queue else proposal
+
+    def recorded(self, proposal: Proposal) -> Proposal:
+        """Returns a proposal with the parameters of the next line, if they agree."""
+        line = self.line_here()
+        if line is None or not all(self.same(line[n], getattr(proposal, n)) for n in PARAMETERS):
+            return proposal
+        numbers = (float(np.float32(line[name])) for name in ("temperature", "top_p", "min_p"))
+        temperature, top_p, min_p = numbers
+        top_k = (line["top_k"],)
+        return replace(proposal, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+
+    def outcomes(
+        self, place: Place, penalised: np.ndarray, p: Proposal, stream: str | None = None
+    ) -> list[int]:
+        """Returns the drawn token, then those that may be drawn within rounding."""
+        if stream is None:
+            stream = "candidate" if p.candidates > 1 else "draw"
+        numbers = place.uniforms(stream, MAX_WIDTH if place.branch >= 0 else p.candidates)
+        numbers = numbers[place.branch :][:1] if place.branch >= 0 else numbers
+        groups = self.draws(place, penalised, p, numbers)
+        best = [float(place.log_probs[group].min()) for group in groups]
+        least = max(best) - self.tolerance
+        drawn = [group[0] for group in groups]
+        first = max(drawn, key=lambda token: float(place.log_probs[token]))
+        others = {token for group in groups for token in group if place.log_probs[token] >= least}
+        return [first, *sorted(others - {first})]
+
+    def draws(
+        self, place: Place, penalised: np.ndarray, p: Proposal, numbers: np.ndarray
+    ) -> list[list[int]]:
+        """Returns for each uniform number the token at which the cumulative mass exceeds it, then
+        those that it may be within rounding."""
+        found: list[dict[int, None]] = [{} for _ in numbers]
+        if p.temperature <= 0:
+            top = penalised >= penalised.max() - self.tolerance
+            order = [int(np.argmax(penalised)), *map(int, np.flatnonzero(top))]
+            return [[*dict.fromkeys(order)] for _ in numbers]
+        for slack in (0.0, self.tolerance, -self.tolerance):
+            left, _ = formulas.truncate(penalised, place, p, slack)
+            ids = np.flatnonzero(left > -np.inf)
+            sums = np.cumsum(np.exp(left[ids] - left.max()))
+            rises = np.diff(sums, prepend=0.0) > 0
+            ids, sums = ids[rises], sums[rises]
+            for group, number in zip(found, numbers, strict=True):
+                shifts = number + np.array([0.0, -self.tolerance, self.tolerance])
+                at, low, high = np.searchsorted(sums, shifts * sums[-1], side="right")
+                places = [at, *range(low, high + 1)]
+                group |= dict.fromkeys(int(ids[min(i, len(ids) - 1)]) for i in places)
+        return [[*group] for group in found]
+
+    def control(self, plan: Plan, seen: Seen) -> Plan:
+        """Returns the plan with the verdict of the first control that acts."""
+        proposal = plan.proposal
+        for name, decide in CONTROLS.items():
+            if name in MAY and (proposal.action != name or self.again is not None):
+                continue
+            verdict = decide(self, plan, seen)
+            if verdict is not None and self.is_allowed(verdict):
+                action = proposal.action if verdict.kind == "end" else name
+                proposal = replace(proposal, action=action)
+                return replace(plan, proposal=proposal, verdict=replace(verdict, name=name))
+            if name in MAY:
+                proposal = replace(proposal, action="sample")
+        return replace(plan, proposal=proposal)
+
+    def is_allowed(self, verdict: Verdict) -> bool:
+        """Whether a rewind is within reach and leaves a token to draw."""
+        if verdict.kind != "rewind":
+            return True
+        attempts = len(self.live[-verdict.back].bans if verdict.back else self.bans)
+        left = len(self.model.texts) - len(self.v["draw.bans"])
+        return verdict.back <= self.reach and attempts < MAX_ATTEMPTS and attempts + 1 < left
+
+    # Compare with the next line
+
+    def agrees(self, plan: Plan) -> bool:
+        """Whether the next line may be the result of a plan."""
+        line, verdict = self.lines[self.at] if self.at < len(self.lines) else None, plan.verdict
+        if verdict.kind == "rewind":
+            return line is None or line["position"] <= len(self.tokens) - verdict.back
+        if line is None or line["position"] != len(self.tokens):
+            return False
+        if verdict.kind == "fork":
+            return line["branches"] is not None
+        token = verdict.tokens[0] if verdict.tokens else plan.token
+        return verdict.kind == "wait" or line["token_id"] == token
+
+    def doubt(self, plan: Plan) -> Doubt:
+        """Returns the difference between the next line and a plan."""
+        verdict, position = plan.verdict, len(self.tokens)
+        line = self.lines[self.at] if self.at < len(self.lines) else self.live[-1].line
+        if verdict.kind == "rewind" or line["position"] != position:
+            goes_to = position - verdict.back
+            return Doubt(line, "rewind", "position", line["position"], goes_to)
+        if verdict.kind == "fork":
+            return Doubt(line, "fork", "branches", None, plan.proposal.action)
+        if line["action"] != plan.proposal.action:
+            return Doubt(line, "proposal", "action", line["action"], plan.proposal.action)
+        stage = "forced" if verdict.kind == "force" else "draw"
+        token = verdict.tokens[0] if verdict.tokens else plan.token
+        return Doubt(line, stage, "token_id", line["token_id"], token)
+
+    # Carry out
+
+    def carry_out(self, plan: Plan, seen: Seen) -> None:
+        """Applies the verdict of a step to the row."""
+        verdict, token = plan.verdict, plan.token
+        self.tally.states |= verdict.states
+        if verdict.kind == "rewind":
+            self.go_back(plan)
+        elif verdict.kind == "fork":
+            self.fork(plan, seen)
+        elif verdict.kind == "wait":
+            self.rewindable = 0
+            rest = self.lines[self.at : self.at + self.remaining]
+            thought = takewhile(lambda line: line["action"] == "inject", rest)
+            self.tally.queue = [line["token_id"] for line in thought]
+            self.tally.queue_action = "inject"
+        else:
+            if verdict.tokens:
+                self.tally.queue, self.tally.queue_action = [*verdict.tokens], verdict.name
+                token = verdict.tokens[0]
+            is_drawn = not self.tally.queue
+            before = self.tally.copy()
+            self.advance(self.tally, seen, plan.regime)
+            if is_drawn:
+                self.learn(plan)
+            tallies = before, self.tally.copy()
+            reason = "confidence" if verdict.kind == "end" else None
+            self.commit(token, plan.proposal, seen, tallies, self.end_after(token) or reason)
+            self.rewindable = min(self.rewindable + 1, MAX_REACH) if is_drawn else 0
+
+    def advance(self, tally: Tally, seen: Seen, regime: str) -> None:
+        """Moves a tally past one token."""
+        v, states, m = self.v, tally.states, seen.metrics
+        sure = v["inject.until_confident"] and regime == "lelv"
+        states["inject.cooldown"] = 0 if sure else max(states["inject.cooldown"] - 1, 0)
+        if len(tally.queue) == 1 and tally.queue_action == "inject":
+            states["inject.cooldown"] = v["inject.cooldown"]
+        calm = np.float32(m["entropy"]) < np.float32(v["think_end.entropy"]) and not tally.queue
+        states["think_end"] = states["think_end"] + 1 if calm else 0
+        tally.queue, tally.moments = tally.queue[1:], seen.moments
+        if v["thresholds.dynamic"]:  # stochastic approximation (Robbins and Monro 1951)
+            values = np.array([m["entropy"]] * 2 + [m["varentropy"]] * 2, np.float32)
+            given = [v.get(f"thresholds.{name}", 0.0) for name in ("h1", "h2", "u1", "u2")]
+            below = values < np.array(given, np.float32) * np.exp(tally.drift)
+            moved = tally.drift + np.float32(v["thresholds.rate"]) * (self.quantiles - below)
+            tally.drift = np.clip(moved, -5, 5).astype(np.float32)
+
+    def learn(self, plan: Plan) -> None:
+        """Moves the states of `mirostat` and `adaptive_p` by a drawn token."""
+        v, states, token = self.v, self.tally.states, plan.token
+        if v["truncation.rule"] == "mirostat":
+            temperature = plan.proposal.temperature
+            divisor = 1.0 if v["base.temperature_last"] or temperature <= 0 else temperature
+            bits = -log_softmax(plan.penalised / divisor)[token] / formulas.LN2
+            bits = 0.0 if temperature <= 0 else bits
+            states["mirostat"] -= v["mirostat.rate"] * (bits - v["mirostat.target"])
+        if v["adaptive_p.target"] >= 0:
+            excess = math.exp(log_softmax(plan.given)[token]) - v["adaptive_p.target"]
+            decay = v["adaptive_p.decay"]
+            states["adaptive_p"] = decay * states["adaptive_p"] + (1 - decay) * excess
+
+    def end_after(self, token: int) -> str | None:
+        """Returns the finish reason of a row that commits a token, None if it continues."""
+        if token in self.end_ids:
+            return "eos" if token in self.request["eos_ids"] else "stop"
+        if self.remaining > 1:
+            return None
+        is_whole = self.request["budget"] == self.request["max_new_tokens"]
+        return "length" if is_whole else "context"
+
+    def commit(
+        self,
+        token: int,
+        proposal: Proposal,
+        seen: Seen,
+        tallies: tuple[Tally, Tally],
+        reason: str | None,
+        **extra: Any,
+    ) -> None:
+        """Compares the next line with a committed token, and adds it to the row."""
+        line = self.lines[self.at]
+        expected = {name: getattr(proposal, name) for name in ("action", *PARAMETERS)}
+        if proposal.action == "branch" and self.choice:
+            extra = {**self.choice, **extra}
+            expected |= {name: extra.pop(name) for name in PARAMETERS}
+            self.choice = {**self.choice, "branches": None, "ambiguous": None}
+        extra = {"branches": None, "ambiguous": None} | extra
+        self.check(line, "proposal", **expected)
+        self.check(line, "forced" if tallies[0].queue else "draw", token_id=token)
+        logprob = float(seen.place.log_probs[token])
+        self.check(line, "metrics", logprob=logprob)
+        self.check(line, "counts", forwards=self.forwards)
+        self.check(line, "fork", **extra)
+        self.check_extras(line, seen)
+        text = self.stream.push(token) + (self.stream.flush() if reason else "")
+        self.check(line, "draw", text=text)
+        logprob = float(np.float32(line["logprob"]))
+        entry = Entry(line, logprob, self.recorded(proposal), *tallies, self.bans, text)
+        self.add(entry)
+        self.bans, self.again, self.reason = [], None, reason
+        if line["type"] == "token" and self.stopped() >= 0:
+            self.reason = "stop"
+
+    def check_extras(self, line: Line, seen: Seen) -> None:
+        """Compares the most likely tokens and the layers, where they are recorded."""
+        if line["top"] is not None:
+            p = np.exp(seen.place.log_probs)
+            most = np.sort(p)[::-1]
+            for place, (token, text, recorded) in enumerate(line["top"]):
+                both = self.same(recorded, float(p[token])), self.same(recorded, float(most[place]))
+                if not all(both) or text != self.model.decode([token]):
+                    raise Doubt(line, "metrics", f"top[{place}]", recorded, float(most[place]))
+        if line["layers"] is not None:
+            heads = np.asarray(seen.reading.entropy, np.float64)
+            recorded = np.asarray(line["layers"], np.float64)
+            error = self.tolerance * (1 + heads)
+            if recorded.shape != heads.shape or (np.abs(recorded - heads) > error).any():
+                raise Doubt(line, "metrics", "layers", line["layers"], heads.tolist())
+
+    # Rewinds
+
+    def go_back(self, plan: Plan) -> None:
+        """Retracts tokens, and bans the token at the position that is drawn again."""
+        back, current = plan.verdict.back, self.tally
+        rewindable = min(self.reach - back, MAX_REACH - 1)
+        if back:
+            there = self.live[-back]
+            token = there.line["token_id"]
+            self.retract(len(self.live) - back)
+            proposal, tally, bans = there.proposal, there.before, there.bans
+        else:
+            token, tally, bans = plan.token, current, self.bans
+            proposal = plan.drawn_by
+        if proposal.action == "argmax":
+            proposal = formulas.draw(self.v, "sample")
+        self.again = replace(proposal, action=plan.verdict.name, candidates=1)
+        self.bans, self.rewindable = [*bans, token], rewindable
+        self.tally = tally.copy()
+        self.tally.states |= {name: current.states[name] for name in BUDGETS}
+
+    # Moves by the caller
+
+    def adopt(self, entries: Sequence[Entry]) -> None:
+        """Begins with the tokens of the row that this one was forked from, given as its entries."""
+        last = {entry.line["position"]: entry for entry in entries}
+        for line in self.lines[: self.request["moves"][0]["kept"]]:
+            if (entry := last.get(line["position"])) is None:
+                raise Doubt(line, "fork", "position", line["position"], None)
+            told, other = ({**one.record, "row": 0, "type": ""} for one in (line, entry.line))
+            names = [name for name in {**told, **other} if told.get(name) != other.get(name)]
+            if names:
+                raise Doubt(line, "fork", names[0], told.get(names[0]), other.get(names[0]))
+            self.add(replace(entry, line=line))
+
+    def move(self, move: Mapping[str, Any]) -> None:
+        """Moves the row as its caller did: back, to other random numbers, or to forced tokens."""
+        self.retract(move["kept"])
+        self.tally = self.live[-1].after.copy() if self.live else Tally()
+        self.tally.queue, self.tally.queue_action = [*move["forced"]], move["action"]
+        rewinds = f"~{move['rewinds']}" if move["rewinds"] else ""
+        self.key = row_key(self.seed, self.request["row_id"] + rewinds)
+        self.bans, self.again, self.choice, self.reason = [], None, {}, None
+        self.rewindable = 0
+        self.forwards = max((entry.line["forwards"] for entry in self.entries), default=0)
+
+    # Forks
+
+    def fork(self, plan: Plan, seen: Seen) -> None:
+        """Replays the branches of a fork, and commits the best one."""
+        line, v, before = self.lines[self.at], self.v, self.tally.copy()
+        told = line["branches"]
+        self.check_candidates(line, plan, seen, [branch["tokens"][0] for branch in told])
+        self.advance(self.tally, seen, plan.regime)
+        afters = [self.tally.copy()]
+        scores = [-math.inf if one["score"] is None else np.float32(one["score"]) for one in told]
+        order = sorted(range(len(told)), key=lambda index: -scores[index])
+        is_close = len(told) > 1 and scores[order[1]] > -math.inf
+        is_close = is_close and scores[order[0]] - scores[order[1]] < np.float32(v["branch.margin"])
+        is_asked = is_close and self.request["ask"]
+        texts = {told[index]["text"] for index in order[:2]}
+        chosen = [index for index, branch in enumerate(told) if branch["chosen"]]
+        allowed = order[: 2 if is_asked and len(texts) == 2 else 1]
+        if len(chosen) != 1 or chosen[0] not in allowed:
+            raise Doubt(line, "fork", "chosen", chosen, allowed[0])
+        ends = []
+        for index, branch in enumerate(told):
+            is_whole = v["branch.commit_all"] and branch["chosen"] and not is_asked
+            score, end = self.grow(index, branch, plan, seen, line, is_whole)
+            if not self.same(branch["score"], score):
+                raise Doubt(line, "fork", f"branches[{index}].score", branch["score"], score)
+            if branch["text"] != (text := self.model.decode(branch["tokens"])):
+                raise Doubt(line, "fork", f"branches[{index}].text", branch["text"], text)
+            ends.append(end)
+        evaluated = sum(len(branch["tokens"]) for branch in told)
+        self.forwards += evaluated
+        self.rewindable, self.again, self.bans = 0, None, []
+        tokens = told[chosen[0]]["tokens"]
+        extra = {"branches": told, "ambiguous": bool(is_close) and len(texts) == 2}
+        whole = v["branch.commit_all"] or len(tokens) == 1
+        tallies, rest = ends[chosen[0]]
+        self.tally = [*afters, *tallies][-1].copy() if whole and not is_asked else before.copy()
+        self.tally.states["branch.forwards"] = before.states["branch.forwards"] + evaluated
+        if is_asked or not whole:
+            self.tally.queue_action = "branch"
+            self.tally.queue = [*tokens[: self.remaining if v["branch.commit_all"] else 1]]
+            self.choice = {name: getattr(plan.proposal, name) for name in PARAMETERS} | extra
+            return
+        self.choice, proposal = {}, plan.proposal
+        afters = [*[*afters, *tallies][:-1], self.tally.copy()]
+        for token, one, after in zip(tokens, [seen, *rest], afters, strict=True):
+            self.commit(token, proposal, one, (before, after), self.end_after(token), **extra)
+            proposal, extra = self.live[-1].proposal, {}
+
+    def check_candidates(self, line: Line, plan: Plan, seen: Seen, firsts: Sequence[int]) -> None:
+        """Raises Doubt if the branches do not begin with the candidates."""
+        v, tolerance = self.v, self.tolerance
+        if v["branch.sampled"]:
+            groups = self.draws(
+                seen.place,
+                plan.penalised,
+                self.recorded(plan.proposal),
+                seen.place.uniforms("candidate", MAX_WIDTH),
+            )
+            expected = [group[0] for group in groups][: len(firsts)]
+            fits = all(token in group for token, group in zip(firsts, groups, strict=False))
+            counts = plan.verdict.tokens
+        else:
+            z = plan.penalised
+            if v["branch.noise"] > 0:
+                place = replace(seen.place, bans=())
+                numbers = np.maximum(place.uniforms("noise", z.size), 2.0**-25)
+                z = z - v["branch.noise"] * np.log(-np.log(numbers))
+            order = np.argsort(-z, kind="stable")[:MAX_WIDTH]
+            mass = np.exp((z - z.max()) / v["branch.temperature"])
+            counts = []
+            for slack in (0.0, tolerance, -tolerance):
+                shares = np.where(mass >= v["branch.min_p"] * (1 + slack), mass, 0.0)
+                top_p = v["branch.top_p"] + slack if v["branch.top_p"] < 1 else math.inf
+                before = np.cumsum(shares[order]) - shares[order]
+                admitted = (before < top_p * shares.sum()) & (shares[order] > 0)
+                counts.append(min(max(int(admitted.sum()), 1), v["branch.width"]))
+            expected = [int(token) for token in order[: counts[0]]]
+            gaps = (abs(z[a] - z[b]) for a, b in zip(firsts, order, strict=False))
+            fits = max(gaps) <= tolerance * (1 + abs(z.max())) and len({*firsts}) == len(firsts)
+        if not fits or len(firsts) not in counts:
+            raise Doubt(line, "fork", "candidates", [*firsts], expected[: counts[0]])
+        self.near |= [*firsts] != expected
+
+    def grow(
+        self,
+        index: int,
+        branch: Mapping[str, Any],
+        plan: Plan,
+        seen: Seen,
+        line: Line,
+        is_whole: bool,
+    ) -> tuple[float | None, tuple[list[Tally], list[Seen]]]:
+        """Replays one branch. Returns its score, None if it is not finite, and the
+        row's tallies and measures after its tokens, for the case that it is committed."""
+        v, tokens, tally = self.v, branch["tokens"], self.tally.copy()
+        place, left = seen.place, plan.left
+        steps, tallies, total = list[Seen](), list[Tally](), np.zeros(3)
+        for depth, token in enumerate(tokens, 1):
+            text, is_last = [*self.tokens, *tokens[:depth]], depth == len(tokens)
+            own = self.lines[self.at + depth :][:1] if is_whole and not is_last else []
+            log_probs = log_softmax(left) if v["branch.processed"] else place.log_probs
+            after = self.observe(text, tally, (), index, own[0] if own else None, tokens[depth:])
+            if after is None:
+                return None, (tallies, steps)
+            m = after.metrics
+            total += [log_probs[token], m["entropy"], m["varentropy"]]
+            is_over = token in self.end_ids or depth >= v["branch.depth"]
+            is_over |= depth >= self.remaining or self.ends_branch(token)
+            stays = [regime for regime in after.regimes if regime in ("lehv", "hehv")]
+            by_regime = v["branch.until"] == "regime"
+            may_end = is_over or (by_regime and len(stays) < len(after.regimes))
+            may_continue = not is_over and (not by_regime or len(stays) > 0)
+            if not (may_end if is_last else may_continue):
+                name = f"length of branches[{index}]"
+                raise Doubt(line, "fork", name, len(tokens), "another one")
+            if is_last:
+                break
+            place = after.place
+            penalised = formulas.penalise(after.reading.logits, place)
+            rollout = formulas.draw(v, "branch", temperature=v["branch.rollout_temperature"])
+            left, _ = formulas.truncate(penalised, place, rollout)
+            drawn = self.outcomes(place, penalised, rollout, "rollout")
+            if tokens[depth] not in drawn:
+                name = f"branches[{index}].tokens[{depth}]"
+                raise Doubt(line, "fork", name, tokens[depth], drawn[0])
+            self.near |= tokens[depth] != drawn[0]
+            self.advance(tally, after, after.regimes[0])
+            steps.append(after)
+            tallies.append(tally.copy())
+        logprob, entropy, varentropy = total / len(tokens)
+        score = logprob - v["branch.entropy_weight"] * entropy
+        score = float(score - v["branch.varentropy_weight"] * varentropy)
+        return score if math.isfinite(score) else None, (tallies, steps)
+
+    def ends_branch(self, token: int) -> bool:
+        """Whether a token ends a branch by its text."""
+        pattern = sentences.ENDS.get(self.v["branch.until"])
+        return pattern is not None and pattern.fullmatch(self.model.texts[token]) is not None
+
+    # The end
+
+    def finish(self) -> None:
+        """Compares the row's end and the footer's counts."""
+        ended, footer = self.ended, self.footer
+        if self.at < len(self.lines):
+            line = self.lines[self.at]
+            raise Doubt(line, "end", "type", line["type"], f"the end ({self.reason})")
+        for entry in self.live:
+            self.check(entry.line, "rewind", type="token")
+        reason, recorded = self.reason, ended["finish_reason"]
+        if reason is None and recorded == "error" and self.observe_error():
+            reason = "error"
+        by_host = reason is None and recorded in ("interrupt", "cancelled")
+        lines, text = [entry.line for entry in self.live], "".join(e.text for e in self.live)
+        stop = self.stopped()
+        if not by_host and recorded != reason:
+            raise Doubt(footer, "end", "finish_reason", recorded, reason or "running")
+        counts: dict[str, Any] = {
+            "text": text if stop < 0 else text[:stop],
+            "tokens": len(lines),
+            "retracted": self.retracted,
+            "forwards": lines[-1]["forwards"] if lines else 0,
+        }
+        for name, values in (("regime", REGIMES), ("action", ())):
+            found = [line[name] for line in lines]
+            counts[f"{name}s"] = {one: found.count(one) for one in (*values, *dict.fromkeys(found))}
+        if lines:
+            sizes = [line["token_confidence"] for line in lines]
+            window = min(self.v["confidence.window"], len(sizes))
+            sums = np.cumsum([0.0, *sizes])
+            groups = (sums[window:] - sums[:-window]) / window
+            counts |= {
+                "mean_confidence": float(np.mean(sizes)),
+                "lowest_group_confidence": float(groups.min()),
+                "tail_confidence": float(groups[-1]),
+                "mean_self_certainty": float(np.mean([line["self_certainty"] for line in lines])),
+            }
+        for name, value in counts.items():
+            if not self.same(ended.get(name), value):
+                where = f"{name} of row {ended['row']}"
+                raise Doubt(footer, "counts", where, ended.get(name), value)
+
+    def observe_error(self) -> bool:
+        """Whether the row's next logits are NaN or infinite."""
+        return not np.isfinite(self.read(self.tokens).logits).all()
