@@ -22,6 +22,7 @@ COMMANDS = {
     "harness": ("lab.harness", "runs tasks of EleutherAI's lm-evaluation-harness"),
     "calibrate": ("lab.calibrate", "measures the percentiles of a model's own answers"),
     "report": ("cli.report", "makes a web page from a trace"),
+    "verify": ("cli.verify", "recomputes each token of a trace from its settings"),
 }
 
 
