@@ -8,7 +8,7 @@ recorded one is accepted.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, takewhile
+from itertools import chain, starmap, takewhile
 from typing import Any
 
 import numpy as np
@@ -382,10 +382,9 @@ class Row(RowState):
                 if not all(both) or text != self.model.decode([token]):
                     raise Doubt(line, "metrics", f"top[{place}]", recorded, float(most[place]))
         if line["layers"] is not None:
-            heads = np.asarray(seen.reading.entropy, np.float64)
-            recorded = np.asarray(line["layers"], np.float64)
-            error = self.tolerance * (1 + heads)
-            if recorded.shape != heads.shape or (np.abs(recorded - heads) > error).any():
+            heads, sizes = seen.reading.entropy, [len(layer) for layer in line["layers"]]
+            pairs = zip(chain(*line["layers"]), map(float, heads.flat), strict=False)
+            if sizes != [heads.shape[1]] * len(heads) or not all(starmap(self.same, pairs)):
                 raise Doubt(line, "metrics", "layers", line["layers"], heads.tolist())
 
     # Rewinds

@@ -99,11 +99,15 @@ def read_trace(path: Path) -> Trace:
 def _check_settings(path: Path, v: Mapping[str, Any]) -> None:
     """Raises UserError for settings that a replay cannot follow."""
     own = [key for key in v if key.partition(".")[0] not in SECTIONS]
-    own += [key for key in v if key.startswith("arms.") and v[key] not in ARMS]
-    own += [key for key in ("truncation.rule",) if v.get(key) not in RULES]
+    own += [key for key in v if key.startswith("arms.") and v[key] not in [*ARMS]]
+    own += [key for key in ("truncation.rule",) if v.get(key) not in [*RULES]]
     if own:
         told = "belongs to a mechanism of a plugin, which cannot be verified"
         raise UserError(f"{path}: line 1: the setting {own[0]} {told}")
+    bounds = [key for key in v if key.startswith(("regimes.", "thresholds."))]
+    if open_ := [key for key in bounds if "%" in str(v[key])]:
+        told = f"{open_[0]} is a percentile, not a number"
+        raise UserError(f"{path}: line 1: {told}: {_UNVERIFIED}")
     if v.get("surrogate.varentropy") != "measured":
         told = "surrogate.varentropy needs tables that a trace does not have"
         raise UserError(f"{path}: line 1: {told}: {_UNVERIFIED}")

@@ -81,6 +81,7 @@ def value(key: str, value: Any) -> Callable[[Lines], Any]:
         (value("own.setting", 1), "line 1: the setting own.setting belongs to a mechanism"),
         (value("base.temperature", "hot"), "line 1: base.temperature = 'hot': must be a number"),
         (value("surrogate.varentropy", "median"), "surrogate.varentropy needs tables"),
+        (value("regimes.lelv", ["entropy < 40%"]), "regimes.lelv is a percentile"),
         (lambda lines: lines[0]["sampler_parameters"].pop("base.top_p"), "'base.top_p' is missing"),
     ],
 )
