@@ -77,6 +77,7 @@ def test_text_and_json(command: Command, tmp_path: Path) -> None:
         tokens = [line for line in own if line["type"] == "token"]
         assert row.pop("token_records") == tokens
         assert row.pop("prompt_tokens") == header["prompt_tokens"]
+        assert ended.pop("request")["seed"] == header["seed"]
         assert row == ended
         assert (row["finish_reason"], row["tokens"]) == ("length", len(tokens))
         assert row["retracted"] == len(own) - len(tokens) > 0
