@@ -24,11 +24,7 @@ from entropix_jax.errors import UserError
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.lab.sweep import read_sweep
 from entropix_jax.model.checkpoint import load_params
-from entropix_jax.model.config_file import (
-    load_eos_ids,
-    load_model_config,
-    parse_model_config,
-)
+from entropix_jax.model.config_file import load_eos_ids, load_model_config, parse_model_config
 from entropix_jax.model.params import param_specs
 from entropix_jax.report.page import run_page
 from entropix_jax.sampler.calibration import read_calibration

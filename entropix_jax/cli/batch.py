@@ -151,11 +151,7 @@ def run(arguments: Arguments) -> int:
 
 
 def _run(
-    arguments: Arguments,
-    run: "BatchRun",
-    store: "Store",
-    share: tuple[int, int],
-    total: int | None,
+    arguments: Arguments, run: "BatchRun", store: "Store", share: tuple[int, int], total: int | None
 ) -> None:
     """Runs the records that are not done, shows the progress, and sums up."""
     from entropix_jax.batch.records import read_records

@@ -234,10 +234,7 @@ def _ask_on_terminal(arguments: Arguments, status: StatusLine) -> "Ask | None":
 
 
 def _run(
-    arguments: Arguments,
-    generation: "Generation",
-    writer: "TraceWriter | None",
-    status: StatusLine,
+    arguments: Arguments, generation: "Generation", writer: "TraceWriter | None", status: StatusLine
 ) -> int:
     """Iterates over the run: prints samples in order as their text becomes final, writes the trace,
     and sums up. Returns the exit status."""

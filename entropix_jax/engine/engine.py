@@ -35,13 +35,7 @@ from entropix_jax.engine.slots import (
     park,
     widen,
 )
-from entropix_jax.engine.state import (
-    STOPPED,
-    DecodeState,
-    Program,
-    Recording,
-    StepRecord,
-)
+from entropix_jax.engine.state import STOPPED, DecodeState, Program, Recording, StepRecord
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.model.mesh import DATA, check_mesh
 from entropix_jax.sampler.settings import MAX_WIDTH, Parts
@@ -476,12 +470,7 @@ class Engine:
                 if slot not in self._reading
             )
         fewest = number + 1 - max(number // _SLOTS_PER_EMPTY, 1) if waits else 1
-        traced = (
-            self._model.params,
-            state,
-            np.int32(self._chunk_steps),
-            np.int32(fewest),
-        )
+        traced = (self._model.params, state, np.int32(self._chunk_steps), np.int32(fewest))
         static = {
             "config": self._model.config,
             "max_steps": MAX_STEPS,

@@ -300,10 +300,7 @@ def _answers(rows: pd.DataFrame, free: Collection[str], sizes: Sequence[int]) ->
 
 
 def _scores(
-    sums: _Sums,
-    answers: pd.DataFrame,
-    baseline: str,
-    sizes: Sequence[int],
+    sums: _Sums, answers: pd.DataFrame, baseline: str, sizes: Sequence[int]
 ) -> pd.DataFrame:
     bootstrap, found = sums.bootstrap(sums.scored), []
     votes = [answers.loc[(baseline, MAJORITY, k)] for k in sizes]

@@ -17,13 +17,7 @@ from entropix_jax.host.files import read_bytes, replacing
 from entropix_jax.lab.findings import SELF_BLEU, analyse
 from entropix_jax.lab.page import format_page
 from entropix_jax.lab.plots import draw_plots
-from entropix_jax.lab.results import (
-    Row,
-    name_trial,
-    read_rows,
-    results_frame,
-    write_results,
-)
+from entropix_jax.lab.results import Row, name_trial, read_rows, results_frame, write_results
 from entropix_jax.lab.sweep import NONE, Comparison, Sweep, Tuning, list_names
 from entropix_jax.lab.tasks.registry import find_task
 from entropix_jax.lab.tasks.task import Task

@@ -22,13 +22,7 @@ import jax
 import numpy as np
 
 from entropix_jax.errors import UserError
-from entropix_jax.model.checkpoint import (
-    STORED,
-    ModelFiles,
-    StoredTensor,
-    map_file,
-    own_memory,
-)
+from entropix_jax.model.checkpoint import STORED, ModelFiles, StoredTensor, map_file, own_memory
 from entropix_jax.model.config import ModelConfig, RopeDivisors
 from entropix_jax.model.config_file import KnownKeys, parse_eos_ids, parse_model_config
 from entropix_jax.model.params import param_specs

@@ -14,14 +14,7 @@ from rich.color import ColorSystem
 from rich.style import Style
 
 from entropix_jax.cli.status import StatusLine
-from entropix_jax.cli.terminal import (
-    TextScreen,
-    ask_person,
-    means,
-    print_legend,
-    style_of,
-    summary,
-)
+from entropix_jax.cli.terminal import TextScreen, ask_person, means, print_legend, style_of, summary
 from entropix_jax.engine.results import Row
 from entropix_jax.host.interrupts import deferred_interrupts
 from entropix_jax.names import REGIMES

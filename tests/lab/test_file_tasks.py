@@ -233,11 +233,7 @@ def test_measures_of_writing(text: str, wanted: tuple[tuple[int, int], ...]) -> 
             ("svamp", json.dumps([{**KITES, "Answer": 1}, one]), "bad: entry 2: has no gold answer")
             for one in (KITES, *({**KITES, "Answer": a} for a in ("7", True, None, float("nan"))))
         ),
-        (
-            "svamp",
-            json.dumps(2 * [{**KITES, "Answer": 10**400}]),
-            "two entries have the id 'own-",
-        ),
+        ("svamp", json.dumps(2 * [{**KITES, "Answer": 10**400}]), "two entries have the id 'own-"),
         ("nq-open", "\n", "bad: is empty"),
         ("nq-open", "\n{", "bad: line 2: not JSON: "),
         *(

@@ -57,8 +57,7 @@ def test_permuted_strength_equals_a_direct_computation() -> None:
     shuffled = np.random.default_rng(0).permuted(np.tile(samples, (100, 1)), axis=1).tolist()
     each = [
         direct_strength(
-            chances,
-            [[order[5 * k : 5 * k + 5].count(a) / 5 for a in range(4)] for k in range(3)],
+            chances, [[order[5 * k : 5 * k + 5].count(a) / 5 for a in range(4)] for k in range(3)]
         )
         for order in shuffled
     ]

@@ -13,12 +13,7 @@ import pytest
 
 from entropix_jax.errors import UserError
 from entropix_jax.model.config import RopeDivisors, RopeScaling
-from entropix_jax.model.config_file import (
-    KEYS,
-    MODEL_TYPES,
-    load_eos_ids,
-    parse_model_config,
-)
+from entropix_jax.model.config_file import KEYS, MODEL_TYPES, load_eos_ids, parse_model_config
 
 Raw = dict[str, Any]
 

@@ -12,14 +12,7 @@ import pytest
 
 import entropix_jax.model.linear as linear_module
 from entropix_jax.model.cache import init_cache
-from entropix_jax.model.linear import (
-    arranged,
-    linear,
-    padded_dot,
-    product,
-    quantized,
-    rows,
-)
+from entropix_jax.model.linear import arranged, linear, padded_dot, product, quantized, rows
 from entropix_jax.model.loading import LanguageModel, load
 from tests.support import reference
 from tests.support.models import logits_of, run

@@ -27,12 +27,7 @@ from entropix_jax.model.loading import LanguageModel, load, resolve_model
 from entropix_jax.model.precision import choose_precision
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.hub_server import COMMIT, REPO, TOKEN, Hub, serving
-from tests.support.model_folders import (
-    sharp_params,
-    token_ids,
-    vocab_size,
-    write_model,
-)
+from tests.support.model_folders import sharp_params, token_ids, vocab_size, write_model
 from tests.support.waiting import PATIENCE
 
 Change = Callable[[Path], object]

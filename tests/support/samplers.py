@@ -11,14 +11,7 @@ import numpy as np
 
 from entropix_jax.engine.decode import decode
 from entropix_jax.engine.prefill import prefill
-from entropix_jax.engine.state import (
-    BRANCH_ENDED,
-    FORKS,
-    RUNNING,
-    DecodeState,
-    Program,
-    StepRecord,
-)
+from entropix_jax.engine.state import BRANCH_ENDED, FORKS, RUNNING, DecodeState, Program, StepRecord
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.params import Params
 from entropix_jax.names import REGIMES
@@ -330,12 +323,7 @@ def start(
 
 
 def advance(
-    params: Params,
-    state: DecodeState,
-    steps: int,
-    *,
-    parts: Parts = PARTS,
-    **static: Any,
+    params: Params, state: DecodeState, steps: int, *, parts: Parts = PARTS, **static: Any
 ) -> Iterator[tuple[DecodeState, StepRecord]]:
     """Runs `steps` steps, or fewer if all rows end, in the programs without and with lanes. Yields
     the state, and the records on the host, of each call."""

@@ -146,12 +146,7 @@ THINK = {"content": "<think>", "special": False}
     ("file", "content", "text", "ids"),
     [
         # With an id.
-        (
-            "tokenizer_config.json",
-            {"added_tokens_decoder": {str(SIZE): THINK}},
-            "<think>",
-            [SIZE],
-        ),
+        ("tokenizer_config.json", {"added_tokens_decoder": {str(SIZE): THINK}}, "<think>", [SIZE]),
         ("added_tokens.json", {"<think>": SIZE, "</think>": SIZE + 1}, "</think>", [SIZE + 1]),
         # Without one.
         ("special_tokens_map.json", {"pad_token": "<pad>"}, "<pad>", [SIZE]),
