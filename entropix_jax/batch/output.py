@@ -293,7 +293,7 @@ def read_identity(address: str) -> dict[str, Any] | None:
             return None
         data = fs.cat_file(path)
     try:
-        identity = json.loads(data.decode())["identity"]
+        identity = json.loads(data.decode("utf-8-sig"))["identity"]
     except (ValueError, RecursionError, TypeError, KeyError):
         identity = None
     if not isinstance(identity, dict):

@@ -262,7 +262,7 @@ def _prepare_input(typed: bool) -> None:
     """Prepares standard input: UTF-8, and on a terminal editing and pasting."""
     if not isinstance(sys.stdin, io.TextIOWrapper):
         raise UserError("standard input is closed: questions are read from it")
-    sys.stdin.reconfigure(encoding="utf-8")
+    sys.stdin.reconfigure(encoding="utf-8-sig")
     if typed:
         with contextlib.suppress(ImportError):  # not on every system
             import readline

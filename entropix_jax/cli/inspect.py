@@ -45,7 +45,7 @@ class Arguments:
     text: Text = None
     """The text."""
     text_file: File = None
-    """Read the text from a file, - for standard input."""
+    """Read the text from a file, - for standard input, as --prompt-file of generate."""
     model: ModelOptions = field(default_factory=ModelOptions)
     context: Count = 0
     """Context length in tokens; 0: 1024, or the model's positions if fewer."""

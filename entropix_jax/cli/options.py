@@ -22,7 +22,7 @@ import docstring_parser
 import tyro
 
 from entropix_jax.errors import Note, UserError, check_range, printable
-from entropix_jax.host.files import read_text
+from entropix_jax.host.files import decode_text, read_text
 from entropix_jax.host.interrupts import EXIT_INTERRUPT
 
 if TYPE_CHECKING:
@@ -339,17 +339,16 @@ def _describe(error: OSError) -> str:
 
 
 def read_input(name: str, instead: str) -> str:
-    """The text of a file, or of standard input where the name is `-`; one final line break is
-    dropped. UserError if it cannot be read, or is not UTF-8. `instead` is the option that gives the
-    text itself."""
+    """Returns the text of a file, or of standard input where the name is `-`, without a byte order
+    mark and one final line break, `\\n` or `\\r\\n`. UserError if it cannot be read, or is not
+    UTF-8. `instead` is the option that gives the text itself."""
     if name != "-":
-        return read_text(Path(name)).removesuffix("\n")
-    if sys.stdin is None:
+        text = read_text(Path(name))
+    elif sys.stdin is None:
         raise UserError(f"standard input is closed: give {instead}, or the name of a file")
-    try:
-        return sys.stdin.buffer.read().decode().removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"standard input: not UTF-8 at byte {error.start}") from None
+    else:
+        text = decode_text(sys.stdin.buffer.read(), "standard input")
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 def read_messages(name: str) -> Any:

@@ -39,11 +39,17 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; UserError if it cannot be read or is not UTF-8."""
+    """Returns the text of a file without its byte order mark. UserError if the file cannot be read
+    or is not UTF-8."""
+    return decode_text(read_bytes(path), str(path))
+
+
+def decode_text(data: bytes, name: str) -> str:
+    """Decodes the bytes of a file or stream of that name, see `read_text`."""
     try:
-        return read_bytes(path).decode()
+        return data.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 at byte {error.start}") from error
+        raise UserError(f"{name}: not UTF-8 at byte {error.start}") from error
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

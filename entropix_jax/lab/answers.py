@@ -39,7 +39,7 @@ def read_prompts(path: Path) -> list[Item]:
         UserError: the file cannot be read, contains no prompt, or has an invalid record.
     """
     if path.suffix.lower() == ".txt":
-        lines = enumerate(read_text(path).removeprefix("\ufeff").split("\n"), 1)
+        lines = enumerate(read_text(path).split("\n"), 1)
         prompts = [Item(str(number), line.strip(), "") for number, line in lines if line.strip()]
     else:
         prompts = []

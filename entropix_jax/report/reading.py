@@ -77,7 +77,7 @@ class TraceReader:
         """Yields the bytes and the parsed object of each complete line. UserError, which names the
         file and the line, if this is no trace, or a damaged one."""
         with opening(self.path) as file:
-            while raw := file.readline(LONGEST_LINE):
+            while raw := file.readline(LONGEST_LINE).removeprefix(b"\xef\xbb\xbf"):
                 self._number += 1
                 if len(raw) == LONGEST_LINE:
                     self._refuse("the line is too long")

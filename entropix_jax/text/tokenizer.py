@@ -55,7 +55,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     if (path := folder / "chat_template.jinja").is_file():
         settings = replace(settings, chat_template=read_text(path), chat_template_origin=str(path))
     if (path := folder / "tokenizer.json").is_file():
-        return Tokenizer(path, read_bytes(path), settings)
+        return Tokenizer(path, read_text(path).encode(), settings)
     if (path := folder / "tokenizer.model").is_file():
         special = {"bos_token": _LLAMA3_SPECIAL[0], **settings.special_tokens}
         add_bos = settings.add_bos is not False

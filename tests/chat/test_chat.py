@@ -46,7 +46,7 @@ def chat(monkeypatch: pytest.MonkeyPatch) -> Chat:
     """Returns a function that runs the command on lines of standard input."""
 
     def run(*lines: str, options: tuple[object, ...] = ()) -> Result:
-        set_input(monkeypatch, "".join(f"{line}\n" for line in lines).encode())
+        set_input(monkeypatch, "".join(["\ufeff", *(f"{line}\r\n" for line in lines)]).encode())
         return run_command("chat", *SHORT, *options)
 
     return run

@@ -170,7 +170,7 @@ ONE = ("--no-chat", "--max-new-tokens", 1)
 def test_prompt_options(traced: Traced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One final line break of a file is dropped. Prompts may look like options."""
     path = tmp_path / "prompt.txt"
-    for content, prompt in (("né\n", "né"), ("a\n\n", "a\n"), ("a", "a"), ("a\r\n", "a\r")):
+    for content, prompt in (("né\n", "né"), ("a\n\n", "a\n"), ("a", "a"), ("\ufeffa\r\n", "a")):
         path.write_bytes(content.encode())
         set_stdin(monkeypatch, content.encode())
         for file in (path, "-"):

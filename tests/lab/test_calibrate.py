@@ -34,7 +34,7 @@ RECORDS = (
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     path = tmp_path / "prompts.txt"
-    path.write_text("\n".join(("", *PROMPTS, " ")))
+    path.write_text("\ufeff" + "\n".join(("", *PROMPTS, " ")))
     return path
 
 

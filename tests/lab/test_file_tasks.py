@@ -30,7 +30,7 @@ def make(tmp_path: Path) -> Callable[..., Any]:
     def make(kind: str, *entries: Any) -> Any:
         path = tmp_path / "entries.jsonl"
         lines = "".join(json.dumps(entry) + "\n" for entry in entries)
-        path.write_text(json.dumps([*entries]) if kind == "svamp" else lines)
+        path.write_text("\ufeff" + (json.dumps([*entries]) if kind == "svamp" else lines))
         return find_task(f"{kind}:{path}")
 
     return make
@@ -255,7 +255,7 @@ def test_measures_of_writing(text: str, wanted: tuple[tuple[int, int], ...]) -> 
         ),
         ("gsm8k", "", "bad: is empty"),
         ("gsm8k", "\n3", "bad: entry 2: an entry is an object with the texts 'question' and"),
-        ("gsm8k", '{"question": "\xff", "answer": "#### 1"}', "bad: line 1: not JSON: "),
+        ("gsm8k", '{"question": "\xff", "answer": "#### 1"}', "bad: not UTF-8 at byte 14"),
         *(
             (
                 "gsm8k",

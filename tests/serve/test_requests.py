@@ -379,7 +379,7 @@ def test_random_bodies(path: str, base: bool, change: dict[str, Any], cut: int) 
 
 def test_api_keys(tiny: LanguageModel, tmp_path: Path) -> None:
     path = tmp_path / "keys"
-    path.write_text("one\n\n two \n")
+    path.write_text("\ufeffone\n\n two \n")
     for ask in asking(tiny, keys=read_keys(path)):
         for right in ("Bearer one", "bearer two", "Bearer  two "):
             answer = ask("GET", "/v1/models", headers={"authorization": right})

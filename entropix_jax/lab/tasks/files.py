@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from entropix_jax.errors import UserError
-from entropix_jax.host.files import read_bytes
+from entropix_jax.host.files import read_text
 from entropix_jax.lab.tasks.task import Item, Split, Task, check_split
 
 _TUNING_SHARE = 4  # one item in this many is for tuning
@@ -17,18 +17,18 @@ _TUNING_SHARE = 4  # one item in this many is for tuning
 def read_values(path: Path) -> Iterator[tuple[int, Any]]:
     """Yields the values of a file of JSON Lines or of one JSON list, each with its number: the line
     or the position in the list, from 1. UserError if the file cannot be read or has no value."""
-    content = read_bytes(path)
-    if content.lstrip().startswith(b"["):
+    content = read_text(path)
+    if content.lstrip().startswith("["):
         values = list(enumerate(_parse(content, str(path)), 1))
     else:
-        lines = enumerate(content.split(b"\n"), 1)
+        lines = enumerate(content.split("\n"), 1)
         values = [(n, _parse(line, f"{path}: line {n}")) for n, line in lines if line.strip()]
     if not values:
         raise UserError(f"{path}: is empty")
     yield from values
 
 
-def _parse(text: bytes, where: str) -> Any:
+def _parse(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
