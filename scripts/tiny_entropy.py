@@ -23,9 +23,8 @@ from entropix_jax.cli.options import EXIT_OK, run_command
 from entropix_jax.lab.world.facts import WORLD_SEED, create
 from entropix_jax.lab.world.grammar import Position
 from entropix_jax.model.cache import init_cache
-from entropix_jax.model.checkpoint import load_params
+from entropix_jax.model.checkpoint import open_folder, read_params
 from entropix_jax.model.config import ModelConfig
-from entropix_jax.model.config_file import load_model_config
 from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.params import Params
 
@@ -75,13 +74,13 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=512, help="tokens in a row")
     parser.add_argument("--seed", type=int, default=7, help="of the held-out text")
     args = parser.parse_args()
-    config = load_model_config(args.model)
-    params = load_params(args.model, config, "float32")
+    files = open_folder(args.model)
+    params = read_params(files.tensors, files.config, "float32")
     ids = terminal_ids(json.loads((args.model / "tokenizer.json").read_text(encoding="utf-8")))
     rng = Random(f"held out {args.seed}")
     world = create(WORLD_SEED)
     rows = [write_row(world, rng, args.length) for _ in range(args.rows)]
-    comparison = measure(params, config, rows, ids)
+    comparison = measure(params, files.config, rows, ids)
     print(format_means(comparison))
     rate, excess = comparison["true h"].mean(), comparison["KL"].mean()
     print(

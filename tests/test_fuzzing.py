@@ -23,7 +23,6 @@ from entropix_jax.cli.generate import Arguments, _read_prompt
 from entropix_jax.errors import UserError
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.lab.sweep import read_sweep
-from entropix_jax.model.checkpoint import load_params
 from entropix_jax.model.config_file import load_eos_ids, load_model_config, parse_model_config
 from entropix_jax.model.params import param_specs
 from entropix_jax.report.page import run_page
@@ -31,6 +30,7 @@ from entropix_jax.sampler.calibration import read_calibration
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.text.tokenizer import load_tokenizer
+from tests.support.models import load_params
 from tests.support.properties import examples
 from tests.support.reports import footer, header, lines_of, run_of
 from tests.support.samplers import CALIBRATION, HOST

@@ -98,7 +98,7 @@ def open_folder(path: Path) -> ModelFiles:
         raise UserError(f"{path}: {problem}: merge the two with peft, {merge}")
     config, notes = load_model_config(path), KEYS.check(read_json_object(file), file)
     tokenizer = partial(load_tokenizer, path)
-    files = ModelFiles(path, config, load_eos_ids(path), _open_tensors(path), tokenizer, notes)
+    files = ModelFiles(path, config, load_eos_ids(path), open_tensors(path), tokenizer, notes)
     if not config.tied_head or HEAD not in files.tensors:
         return files
     # `transformers` uses a stored head, whatever the configuration says.
@@ -127,13 +127,6 @@ def check_tensors(path: Path, stored: Mapping[str, StoredTensor], config: ModelC
         # Some files store a tied head, and older ones the rotary frequencies.
         elif not (name == HEAD and config.tied_head) and not name.endswith("rotary_emb.inv_freq"):
             raise tensor.error("has no place in this model")
-
-
-def load_params(folder: Path, config: ModelConfig, dtype: str, **options: Any) -> Params:
-    """Loads the weights of a folder; see `read_params`."""
-    stored = _open_tensors(folder)
-    check_tensors(folder, stored, config)
-    return read_params(stored, config, dtype, **options)
 
 
 def read_params(
@@ -198,7 +191,7 @@ def save_params(folder: Path, params: Params, config: ModelConfig) -> None:
             raise UserError(f"{path}: cannot be written: {error}") from None
 
 
-def _open_tensors(folder: Path) -> dict[str, StoredTensor]:
+def open_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Memory-maps all tensors of a folder, by name. UserError if a file is missing or damaged."""
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if single.exists():

@@ -17,10 +17,10 @@ import pytest
 
 from entropix_jax.errors import UserError
 from entropix_jax.host.compile_cache import use_compilation_cache
-from entropix_jax.model.checkpoint import load_params
 from entropix_jax.model.loading import load
 from entropix_jax.text.chat_template import render
 from tests.support.model_folders import config_of_folder
+from tests.support.models import load_params
 
 
 @pytest.fixture(name="own")

@@ -41,9 +41,9 @@ from entropix_jax.lab.world.problems import (
     problems,
 )
 from entropix_jax.model.cache import init_cache
-from entropix_jax.model.checkpoint import load_params
 from entropix_jax.model.config_file import load_model_config
 from entropix_jax.model.llama import forward, unembed
+from tests.support.models import load_params
 
 TINY = Path(__file__).parents[2] / "weights" / "tiny"
 WORLD = create(WORLD_SEED)

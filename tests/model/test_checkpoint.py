@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from entropix_jax.model.checkpoint import load_params, save_params
+from entropix_jax.model.checkpoint import save_params
 from entropix_jax.model.linear import quantized
 from entropix_jax.model.params import Params, count_params, param_specs
 from tests.support.model_folders import refusal
-from tests.support.models import random_params, tiny_config
+from tests.support.models import load_params, random_params, tiny_config
 
 CONFIG = tiny_config(num_layers=1, tied_head=False)
 NAMES = [spec.name for spec in jax.tree.leaves(param_specs(CONFIG))]

@@ -20,7 +20,6 @@ from entropix_jax.engine.state import Recording
 from entropix_jax.errors import UserError
 from entropix_jax.model.attention import attend, attention_stats
 from entropix_jax.model.cache import init_cache
-from entropix_jax.model.checkpoint import load_params
 from entropix_jax.model.finite import NOWHERE, first_unsound
 from entropix_jax.model.llama import forward
 from entropix_jax.model.loading import LanguageModel, load
@@ -35,6 +34,7 @@ from tests.support.model_folders import (
     token_ids,
     write_model,
 )
+from tests.support.models import load_params
 from tests.support.runs import Spec, calibrated, requests, run_specs
 from tests.support.samplers import LITERAL
 

@@ -24,14 +24,14 @@ from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
 
 from entropix_jax.model.cache import KVCache, init_cache
-from entropix_jax.model.checkpoint import load_params, open_folder, read_params, save_params
+from entropix_jax.model.checkpoint import open_folder, read_params, save_params
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.config_file import MODEL_TYPES, load_model_config
 from entropix_jax.model.mesh import param_shardings, parse_mesh, place, row_shardings
 from entropix_jax.model.params import Params
 from entropix_jax.stats import AttnStats
 from tests.support import reference
-from tests.support.models import generate, logits_of, run, teacher_forced
+from tests.support.models import generate, load_params, logits_of, run, teacher_forced
 
 PROMPT, CONTEXT = 192, 200  # long enough to see an error of the rotary embedding
 COUNTS = np.array([PROMPT, PROMPT - 7], np.int32)  # of the two rows' prompts

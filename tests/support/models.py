@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from entropix_jax.engine.prefill import prefill
 from entropix_jax.engine.slots import Layout, empty_slots
 from entropix_jax.engine.state import RUNNING, DecodeState, Program, StepRecord
 from entropix_jax.model.cache import KVCache, init_cache
+from entropix_jax.model.checkpoint import check_tensors, open_tensors, read_params
 from entropix_jax.model.config import ModelConfig, RopeScaling
 from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.params import Params, ParamSpec, param_specs
@@ -46,6 +48,13 @@ TINY = ModelConfig(
     tied_head=True,
     dtype="float32",
 )
+
+
+def load_params(folder: Path, config: ModelConfig, dtype: str, **options: Any) -> Params:
+    """The weights of a folder, which needs no other file."""
+    stored = open_tensors(folder)
+    check_tensors(folder, stored, config)
+    return read_params(stored, config, dtype, **options)
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
