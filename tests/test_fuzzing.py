@@ -152,7 +152,7 @@ SURFACES = {
     "config.json": Surface(lambda path: load_model_config(path.parent), encoded(MODEL, NEWER)),
     "generation_config.json": Surface(
         lambda path: load_eos_ids(path.parent),
-        encoded({"eos_token_id": 7}, {"eos_token_id": [7, 8]}, {"eos_token_id": None}),
+        encoded({"eos_token_id": 7}, {"eos_token_id": [7.0, 8]}, {"eos_token_id": None}),
     ),
     "model.safetensors": Surface(
         lambda path: load_params(path.parent, CONFIG, "float32"), [save(TENSORS)]

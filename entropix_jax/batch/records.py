@@ -16,8 +16,10 @@ from typing import Any, BinaryIO
 
 from entropix_jax.batch.storage import is_compressed, local_path, open_file, read_lines
 from entropix_jax.errors import UserError
+from entropix_jax.host.integers import as_integer
 
 COLUMNS = ("prompt", "id", "sampler", "max_new_tokens", "seed")  # of CSV
+_INTEGERS = {"max_new_tokens": " of at least 1", "seed": ""}
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,16 +188,17 @@ def _parse_cells(header: Sequence[str], cells: Sequence[str], problem: str) -> M
         raise _InvalidRecord(f"{len(cells)} cells under a header of {len(header)}")
     pairs = zip(header, cells, strict=True)
     fields: dict[str, Any] = {name: cell for name, cell in pairs if cell and name in COLUMNS}
-    for name in ("max_new_tokens", "seed"):
-        if re.fullmatch(r"\s*-?[0-9]{1,100}\s*", fields.get(name, "")):
-            fields[name] = int(fields[name])
+    for name in _INTEGERS:
+        if found := re.fullmatch(r"\s*(-?[0-9]{1,100})(?:\.0*)?\s*", fields.get(name, "")):
+            fields[name] = int(found[1])
     return fields
 
 
 def _parse_id(value: object) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int):
+    own = value if isinstance(value, str) else as_integer(value)
+    if own is None:
         raise _InvalidRecord(f"'id' must be text or an integer, not {_shorten(value)}")
-    return _parse_text("'id'", str(value))
+    return _parse_text("'id'", str(own))
 
 
 def _parse_record(fields: Mapping[str, Any], line: int, record_id: str, digest: str) -> Record:
@@ -206,14 +209,16 @@ def _parse_record(fields: Mapping[str, Any], line: int, record_id: str, digest: 
     for name in ("prompt", "sampler"):
         if name in fields:
             _parse_text(f"'{name}'", fields[name])
-    for name, least in (("max_new_tokens", " of at least 1"), ("seed", "")):
-        value = fields.get(name, 1)
-        if isinstance(value, bool) or not isinstance(value, int) or (least and value < 1):
-            raise _InvalidRecord(f"'{name}' must be an integer{least}, not {_shorten(value)}")
+    numbers = {name: as_integer(fields[name]) for name in _INTEGERS if name in fields}
+    for name, number in numbers.items():
+        least = _INTEGERS[name]
+        if number is None or (least and number < 1):
+            told = f"must be an integer{least}, not {_shorten(fields[name])}"
+            raise _InvalidRecord(f"'{name}' {told}")
     messages = fields.get("messages")
     if not isinstance(messages, list | None):
         raise _InvalidRecord(f"'messages' must be a list, not {_shorten(messages)}")
-    given = {name: fields.get(name) for name in COLUMNS if name != "id"}
+    given = {name: fields.get(name) for name in COLUMNS if name != "id"} | numbers
     return Record(line, record_id, digest, messages=messages, **given)
 
 

@@ -11,6 +11,7 @@ Importing this module registers it as `entropix_jax`:
 """
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,8 @@ from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.generation import Generation
 from entropix_jax.engine.preparation import MIN_CAPACITY, bucket, calibrate_sampler
 from entropix_jax.engine.results import Request
-from entropix_jax.errors import UserError, check_range, nearest
+from entropix_jax.errors import UserError, nearest
+from entropix_jax.host.integers import check_integer
 from entropix_jax.lab.likelihood import log_likelihoods
 from entropix_jax.model.loading import load
 from entropix_jax.model.precision import WEIGHTS
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
 _LOG = logging.getLogger(__name__)
+_ANY = 10**100  # more than any seed
 _AUTO_BATCH = 32  # texts whose log-likelihoods are computed in parallel
 _ARGUMENTS = (
     *("pretrained", "sampler", "sampler.KEY", "seed", "dtype", "batch_size"),
@@ -99,9 +102,9 @@ class EntropixLM(TemplateLM):  # type: ignore[misc] # the harness has no types
         if dtype is not None and dtype not in WEIGHTS:
             raise UserError(f"dtype must be {', '.join(WEIGHTS)} or auto, not {dtype!r}")
         auto = str(batch_size).partition(":")[0] == "auto"
-        self._slots = None if auto else _parse_integer("batch_size", batch_size, 1)
-        self.max_gen_toks = _parse_integer("max_gen_toks", max_gen_toks, 1)
-        self._seed = _parse_integer("seed", seed, None)
+        self._slots = None if auto else _parse_integer("batch_size", batch_size)
+        self.max_gen_toks = _parse_integer("max_gen_toks", max_gen_toks)
+        self._seed = _parse_integer("seed", seed, -_ANY, _ANY)
         chosen = load_sampler(str(sampler)).with_values(changes)
         self.model = load(None if pretrained is None else str(pretrained), dtype)
         positions = self.model.config.max_positions
@@ -245,7 +248,7 @@ class EntropixLM(TemplateLM):  # type: ignore[misc] # the harness has no types
             context, settings = instance.args
             unused |= {f"{name}={settings[name]}": None for name in settings if name not in _USED}
             known = normalize_gen_kwargs(settings, self.max_gen_toks)
-            budget = _parse_integer("max_gen_toks", known["max_gen_toks"], 1)
+            budget = _parse_integer("max_gen_toks", known["max_gen_toks"])
             room = self.max_length - budget
             if room < 1:
                 raise UserError(
@@ -286,17 +289,10 @@ class EntropixLM(TemplateLM):  # type: ignore[misc] # the harness has no types
             _LOG.warning(message)
 
 
-def _parse_integer(name: str, value: Any, least: int | None) -> int:
-    """Parses a model argument."""
-    try:
-        number = int(value)
-    except (TypeError, ValueError, OverflowError):  # the last of an infinity
-        number = None
-    if number is None or not (isinstance(value, str) or number == value):
-        raise UserError(f"{name} must be a whole number, not {value!r}")
-    if least is not None:
-        check_range(name, number, least, 2**31 - 1)
-    return number
+def _parse_integer(name: str, value: Any, least: int = 1, most: int = 2**31 - 1) -> int:
+    """Parses a model argument, which may be text."""
+    is_text = isinstance(value, str) and re.fullmatch("-?[0-9]{1,100}", value)
+    return check_integer(name, int(value) if is_text else value, least, most)
 
 
 def _bar(what: str, number: int, hidden: bool) -> Any:

@@ -19,6 +19,7 @@ from entropix_jax.engine.methods import find_method
 from entropix_jax.engine.search import MOST_FORKS, SINGLE, Method
 from entropix_jax.errors import UserError, nearest
 from entropix_jax.host.files import read_toml
+from entropix_jax.host.integers import as_integer
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.lab.draws import draw_samplers, flatten_table, is_list_of, name_setting
 from entropix_jax.lab.tasks.registry import locate_task
@@ -305,11 +306,11 @@ class _Table:
         return flatten_table(self.table(key).values)
 
     def count(self, key: str, default: int, least: int = 0, most: int = 2**31 - 1) -> int:
-        value = self.values.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        number = as_integer(value := self.values.get(key, default))
+        if number is None or not least <= number <= most:
             where = f"{self._prefix}{key}"
             raise UserError(f"{where} = {value!r}: must be an integer from {least} to {most}")
-        return value
+        return number
 
     def by_task(self, key: str, default: int | None, least: int = 0) -> ByTask:
         if key not in self:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from entropix_jax.errors import UserError
 from entropix_jax.host.files import check_own_code, read_json_object
+from entropix_jax.host.integers import as_integer
 from entropix_jax.model.config import ModelConfig, RopeDivisors, RopeScaling
 
 CONFIG_FILE = "config.json"
@@ -181,8 +182,9 @@ def parse_eos_ids(raw: Mapping[str, Any], path: Path) -> tuple[int, ...]:
     """Returns the end tokens of a decoded `generation_config.json` or `config.json`. Errors name
     `path`."""
     eos = raw.get("eos_token_id")
-    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+    found = [] if eos is None else [*map(as_integer, eos if isinstance(eos, list) else [eos])]
+    ids = [i for i in found if i is not None and i >= 0]
+    if len(ids) < len(found):
         raise UserError(f"{path}: 'eos_token_id' must be token ids, not {eos!r}")
     return tuple(dict.fromkeys(ids))
 

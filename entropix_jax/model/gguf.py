@@ -41,14 +41,12 @@ _INTERLEAVED = ("llama", "smollm3")
 # for a RoPE type that is refused.
 _KEYS = KnownKeys(
     {
-        "expert_count": (0,),
-        "expert_used_count": (0,),
+        **dict.fromkeys(("expert_count", "expert_used_count"), (0,)),
         "rope.scaling.type": ("none", "linear"),
-        "attention.clamp_kqv": (0.0,),
-        "attention.max_alibi_bias": (0.0,),
-        "attention.scale": (0.0,),
-        "attn_logit_softcapping": (0.0,),
-        "final_logit_softcapping": (0.0,),
+        **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (0.0,)),
+        **dict.fromkeys(
+            (f"attention.{n}" for n in ("clamp_kqv", "max_alibi_bias", "scale")), (0.0,)
+        ),
         **dict.fromkeys(("embedding_scale", "residual_scale", "logit_scale"), (0.0, 1.0)),
         "use_parallel_residual": (False,),
         "rope.scaling.attn_factor": (0.0, 1.0),

@@ -13,6 +13,7 @@ from pydantic_core import from_json, to_json
 
 from entropix_jax.engine.search import MOST_FORKS
 from entropix_jax.errors import UserError
+from entropix_jax.host.integers import as_integer
 from entropix_jax.text.chat_template import plain_messages
 
 MAX_TOP = 20  # alternatives of a token
@@ -24,10 +25,8 @@ _LARGEST = 2**31 - 1
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # Keys without effect on the text: identifiers, hints for other servers, and defaults.
 _HARMLESS = frozenset(
-    """
-    metadata parallel_tool_calls prompt_cache_key prompt_cache_retention safety_identifier
-    service_tier store user
-    """.split()
+    """metadata parallel_tool_calls prompt_cache_key prompt_cache_retention safety_identifier
+    service_tier store user""".split()
 )
 # Keys that would change the meaning of an answer, and their values without effect.
 _MEANINGFUL: dict[str, tuple[Any, ...]] = {
@@ -41,10 +40,8 @@ _MEANINGFUL: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "use_beam_search": (False,),
     **dict.fromkeys(
-        """
-        audio grammar guided_choice guided_grammar guided_json guided_regex json_schema
-        logits_processors prediction structured_outputs web_search_options
-        """.split(),
+        """audio grammar guided_choice guided_grammar guided_json guided_regex json_schema
+        logits_processors prediction structured_outputs web_search_options""".split(),
         (),
     ),
 }
@@ -86,13 +83,15 @@ class _Object(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-def _is_tokens(value: Any) -> bool:
-    return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+def _as_tokens(value: Any) -> list[Any] | None:
+    """Converts a list of token ids; None for any other value."""
+    ids = [*map(as_integer, value)] if isinstance(value, list) else [None]
+    return None if any(one is None or one < 0 for one in ids) else ids
 
 
 def _as_integer(value: Any) -> Any:
-    """An integral float is an integer, as in JavaScript."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    """Converts a value that is an integer, see `as_integer`."""
+    return value if (number := as_integer(value)) is None else number
 
 
 def _minus_one_as_none(value: Any) -> Any:
@@ -112,10 +111,12 @@ def _as_stops(value: Any) -> list[Any]:
 
 def _as_prompts(value: Any) -> list[Any]:
     """Converts a text, a list of token ids, or a list of either to a list of prompts."""
-    prompts = _as_list([value] if _is_tokens(value) else value)
-    if all(isinstance(one, str) for one in prompts) or all(map(_is_tokens, prompts)):
-        return prompts
-    raise ValueError("must be a text, a list of token ids, or a list of either, not mixed")
+    given = _as_list(value if _as_tokens(value) is None else [value])
+    are_texts = all(isinstance(one, str) for one in given)
+    prompts = given if are_texts else [*map(_as_tokens, given)]
+    if None in prompts:
+        raise ValueError("must be a text, a list of token ids, or a list of either, not mixed")
+    return prompts
 
 
 def _as_messages(value: Any) -> Any:
@@ -143,14 +144,14 @@ Budget = Annotated[
 ]
 Seed = Annotated[int | None, BeforeValidator(_minus_one_as_none)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Token = Annotated[int, Field(ge=0)]
+Token = Annotated[Integer, Field(ge=0)]
 
 
 class From(_Object):
     """A place in a kept row: after its first `position` tokens. The tokens `token` come next."""
 
     row: str
-    position: int = Field(ge=0, lt=2**31)
+    position: Integer = Field(ge=0, lt=2**31)
     token: Annotated[
         list[Token], Field(min_length=1, max_length=_MAX_GIVEN), BeforeValidator(_as_list)
     ] = []
@@ -257,7 +258,7 @@ class Score(Body):
     """`/v1/score`. `top` is the number of most likely tokens to return for each token."""
 
     input: str
-    top: int = Field(0, ge=0, le=MAX_TOP)
+    top: Integer = Field(0, ge=0, le=MAX_TOP)
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from entropix_jax.errors import UserError, check_unicode
 from entropix_jax.host.files import read_json_object
+from entropix_jax.host.integers import as_integer
 
 if TYPE_CHECKING:
     import tokenizers
@@ -66,7 +67,7 @@ def _added_token(
 
     given = value if isinstance(value, Mapping) else {"content": value}
     content = given.get("content")
-    is_id = token_id is None or (isinstance(token_id, int) and not isinstance(token_id, bool))
+    is_id = token_id is None or as_integer(token_id) is not None
     if not isinstance(content, str) or not content or not is_id:
         told = f"an added token must be a text with an id: {value!r}, {token_id!r}"
         raise UserError(f"{path}: {told}")

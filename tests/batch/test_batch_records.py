@@ -59,10 +59,11 @@ def test_json_fields() -> None:
     full = {"id": "x", "prompt": " \n", "sampler": "entropix", "max_new_tokens": 1, "seed": -1}
     lines = [
         one(**full),
-        one(messages=chat, id=-7),
+        one(messages=chat, id=-7.0),
         one(prompt="b", messages=None, id=None, sampler=None, max_new_tokens=None, seed=None),
         one(prompt="c", label=3, category=None, promt="other", text=["t"]),
         '{"prompt": "\U0001f981 \\ud83e\\udd81\u2028\\u0000", "seed": 100000000000000000000000}',
+        one(prompt="d", max_new_tokens=4.0, seed=-5.0),
     ]
     assert good("\n".join(lines)) == [
         {"line": 1, **full},
@@ -70,6 +71,7 @@ def test_json_fields() -> None:
         {"line": 3, "id": "3", "prompt": "b"},
         {"line": 4, "id": "4", "prompt": "c"},
         {"line": 5, "id": "5", "prompt": "\U0001f981 \U0001f981\u2028\0", "seed": 10**23},
+        {"line": 6, "id": "6", "prompt": "d", "max_new_tokens": 4, "seed": -5},
     ]
 
 
@@ -78,7 +80,7 @@ def test_csv_fields() -> None:
     long = "x" * 200_000  # beyond the csv module's own limit
     data = (
         "label, prompt,id,sampler,max_new_tokens,seed,label\r\n"
-        'x,"two\r\nlines, ""quoted""",a,entropix, 12 ,0,\r\n'
+        'x,"two\r\nlines, ""quoted""",a,entropix, 12.0 ,0,\r\n'
         "\r\n"
         " ,,,,,, \r\n"
         "y, b ,,,,,\r\n"
@@ -124,7 +126,7 @@ BAD: list[tuple[str | bytes, str]] = [
     (one(prompt="\ud800"), "'prompt' has half a surrogate pair, which is no character"),
     (one(messages="a"), "'messages' must be a list, not 'a'"),
     (one(prompt="a", id=""), "'id' is empty"),
-    (one(prompt="a", id=1.0), "'id' must be text or an integer, not 1.0"),
+    (one(prompt="a", id=1.5), "'id' must be text or an integer, not 1.5"),
     (one(prompt="a", id=True), "'id' must be text or an integer, not True"),
     (one(prompt="a", sampler={}), "'sampler' must be text, not {}"),
     (one(prompt="a", max_new_tokens=0), "'max_new_tokens' must be an integer of at least 1, not 0"),
@@ -136,7 +138,7 @@ BAD: list[tuple[str | bytes, str]] = [
 
 BAD_ROWS: list[tuple[bytes, str]] = [
     (b",9,,", "neither 'prompt' nor 'messages'"),
-    (b"a,,,8.0", "'max_new_tokens' must be an integer of at least 1, not '8.0'"),
+    (b"a,,,8.5", "'max_new_tokens' must be an integer of at least 1, not '8.5'"),
     ("a,,,\u0664".encode(), "'max_new_tokens' must be an integer of at least 1, not '\u0664'"),
     (b"caf\xe9,,,", "not UTF-8"),
     (b"a,b,c", "3 cells under a header of 4"),

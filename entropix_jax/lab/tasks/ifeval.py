@@ -22,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 from entropix_jax.errors import require
+from entropix_jax.host.integers import as_integer
 from entropix_jax.lab.tasks.files import JsonTask
 from entropix_jax.lab.tasks.task import Item
 
@@ -105,11 +106,11 @@ class IfEval(JsonTask):
     def parse(self, value: Any, number: int, *, chat: bool) -> Item | None:
         match value:
             case {
-                "key": int(key),
+                "key": key,
                 "prompt": str(prompt),
                 "instruction_id_list": [str(), *_] as names,
                 "kwargs": [*arguments],
-            } if prompt.strip() and len(names) == len(arguments):
+            } if prompt.strip() and len(names) == len(arguments) and as_integer(key) is not None:
                 # A form of the data has all arguments there are, null where they do not apply.
                 instructions = [
                     (name, {key: value for key, value in given.items() if value is not None})
@@ -117,7 +118,7 @@ class IfEval(JsonTask):
                     if isinstance(name, str) and isinstance(given, dict)
                 ]
                 if len(instructions) == len(names):
-                    return Item(str(key), prompt, _write(instructions))
+                    return Item(str(as_integer(key)), prompt, _write(instructions))
         return None
 
     def identity(self) -> Mapping[str, str]:
