@@ -273,7 +273,7 @@ def chat_request(served: ServedModel, body: Chat) -> GenerationRequest:
         ApiError: options exclude each other.
         UserError: the model cannot read the messages.
     """
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError("top_logprobs requires logprobs", param="top_logprobs")
     for name in ("max_tokens", "max_completion_tokens"):
         if getattr(body, name) == 0:
@@ -311,7 +311,7 @@ def _new_rows(
     common = Request(
         (),
         _sampler(served, body),
-        max_new_tokens=max(budget, 1),
+        max_new_tokens=max(min(budget, served.context), 1),
         seed=secrets.randbits(31) if body.seed is None else body.seed,
         eos_ids=() if body.ignore_eos else served.model.end_ids(chat=chat),
         stop=body.stop,

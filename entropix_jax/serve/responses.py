@@ -9,9 +9,9 @@ from pydantic import BeforeValidator, Field
 from entropix_jax.serve.schema import (
     MAX_TOP,
     Body,
-    Budget,
     Chat,
     Integer,
+    OutputBudget,
     Seed,
     parse_values,
     unsupported,
@@ -55,7 +55,7 @@ class Responses(Body):
 
     input: Annotated[list[dict[str, Any]], BeforeValidator(_as_messages)]
     instructions: str | None = None
-    max_output_tokens: Budget = None
+    max_output_tokens: OutputBudget = None
     stream: bool = False
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)

@@ -6,6 +6,7 @@ on the text are accepted, keys that would change its meaning are refused by name
 are accepted with a warning.
 """
 
+from functools import partial
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -94,9 +95,9 @@ def _as_integer(value: Any) -> Any:
     return value if (number := as_integer(value)) is None else number
 
 
-def _minus_one_as_none(value: Any) -> Any:
-    """-1 is no limit and no seed, as in llama.cpp and vLLM."""
-    return None if value == -1 else _as_integer(value)
+def _unless_minus_one(meaning: int | None, value: Any) -> Any:
+    """Converts an integer. -1 has a meaning of its own, as in llama.cpp and vLLM."""
+    return meaning if value == -1 else _as_integer(value)
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -139,10 +140,10 @@ def _as_sampler(value: Any) -> Any:
 
 
 Integer = Annotated[int, BeforeValidator(_as_integer)]
-Budget = Annotated[
-    Annotated[int, Field(ge=0, le=_LARGEST)] | None, BeforeValidator(_minus_one_as_none)
-]
-Seed = Annotated[int | None, BeforeValidator(_minus_one_as_none)]
+_Limit = Annotated[int, Field(ge=0, le=_LARGEST)] | None
+Budget = Annotated[_Limit, BeforeValidator(partial(_unless_minus_one, _LARGEST))]
+OutputBudget = Annotated[_Limit, BeforeValidator(partial(_unless_minus_one, None))]
+Seed = Annotated[int | None, BeforeValidator(partial(_unless_minus_one, None))]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Token = Annotated[Integer, Field(ge=0)]
 
@@ -282,6 +283,8 @@ def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
 def parse_values(kind: type[AnyBody], values: dict[str, Any]) -> AnyBody:
     """Returns the body of a decoded object, see `parse`."""
     values = _without_nulls(values)
+    if values.get("logprobs") is False:  # the same for both kinds of completions
+        del values["logprobs"]
     try:
         body = kind.model_validate(values)
     except ValidationError as error:

@@ -18,7 +18,7 @@ from entropix_jax.engine.methods import METHODS
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.serve.guard import read_keys, read_origin
-from entropix_jax.serve.request import choose_method
+from entropix_jax.serve.request import choose_method, completion_request
 from entropix_jax.serve.responses import Responses
 from entropix_jax.serve.schema import ApiError, Body, Chat, Completion, Score, parse
 from entropix_jax.serve.wire import MAX_BYTES
@@ -104,14 +104,14 @@ UNSUPPORTED = cases(
 # Accepted: without effect on the text, or mapped to settings.
 ACCEPTED = cases(
     text="""{"prompt": "", "suffix": "", "best_of": 1, "prompt_logprobs": 0,
-        "stream_options": {"include_obfuscation": false}, "stop": "", "seed": -7, "max_tokens": -1,
+        "stream_options": {"include_obfuscation": false}, "stop": "", "seed": -7, "logprobs": false,
         "top_k": -1, "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": true, "n": 1.0,
         "user": "me"}""",
     chats="""{"tools": [], "tool_choice": "none", "functions": [], "parallel_tool_calls": false,
         "store": true, "metadata": {"a": "b"}, "service_tier": "auto", "safety_identifier": "x",
         "prompt_cache_key": "x", "modalities": ["text"], "response_format": {"type": "text"},
         "stop": ["", "a", "b", "c", "d", "e"], "max_completion_tokens": -1, "max_tokens": 4.0,
-        "chat_template_kwargs": {"enable_thinking": false},
+        "chat_template_kwargs": {"enable_thinking": false}, "logprobs": false, "top_logprobs": 0,
         "messages": [
             {"role": "user", "content": [{"type": "text", "text": "Is it"}, {"text": " wet?"}]},
             {"role": "assistant", "content": null, "tool_calls": [{"id": "1"}], "refusal": null},
@@ -282,6 +282,16 @@ def test_errors_contain_unsupported_keys(ask: Ask, path: str, name: str, value: 
 )
 def test_errors_of_wrong_values(ask: Ask, path: str, change: dict[str, Any], message: str) -> None:
     assert message in refused(ask("POST", path, json=PATHS[path] | change))["message"]
+
+
+def test_minus_one_is_no_limit_and_tokens_may_be_integral_floats(tiny: LanguageModel) -> None:
+    def first(value: Any) -> Any:
+        raw = json.dumps({**COMPLETION, "prompt": [5.0, 6], "max_tokens": value}).encode()
+        return completion_request(serve(tiny), parse(Completion, raw)).rows[0].request
+
+    budgets = {None: 16, 4.0: 4, -1.0: CONTEXT}
+    assert {value: first(value).max_new_tokens for value in budgets} == budgets
+    assert first(-1).prompt == [5, 6]
 
 
 def test_an_echoed_prompt_needs_no_room_for_a_token(ask: Ask) -> None:
