@@ -136,11 +136,10 @@ class Prompt:
     def texts(self, tokenizer: Tokenizer) -> list[str]:
         """Returns what each token adds to the text. A beginning-of-text token adds nothing, unless
         the text names it."""
-        stream = tokenizer.stream(skip_special=False)
-        texts = [stream.push(token) for token in self.tokens]
-        if self.tokens[0] == tokenizer.bos_id and not self.text.startswith(texts[0]):
-            texts[0] = ""
-        return texts
+        first = tokenizer.token_string(self.tokens[0]) or ""
+        is_added = self.tokens[0] == tokenizer.bos_id and not self.text.startswith(first)
+        stream = tokenizer.stream(skip_special=False)  # the text begins after an added token
+        return [*[""] * is_added, *map(stream.push, self.tokens[is_added:])]
 
 
 @dataclass(frozen=True)

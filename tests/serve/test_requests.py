@@ -18,11 +18,13 @@ from entropix_jax.engine.methods import METHODS
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.serve.guard import read_keys, read_origin
-from entropix_jax.serve.request import choose_method, completion_request
+from entropix_jax.serve.request import Prompt, choose_method, completion_request
 from entropix_jax.serve.responses import Responses
 from entropix_jax.serve.schema import ApiError, Body, Chat, Completion, Score, parse
 from entropix_jax.serve.wire import MAX_BYTES
+from entropix_jax.text.tokenizer import load_tokenizer
 from tests.support.servers import CONTEXT, TOP, fake_server, serve
+from tests.support.tokenizers import byte_fallback, save
 
 Ask = Callable[..., httpx.Response]
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "Guests:"}
@@ -292,6 +294,14 @@ def test_minus_one_is_no_limit_and_tokens_may_be_integral_floats(tiny: LanguageM
     budgets = {None: 16, 4.0: 4, -1.0: CONTEXT}
     assert {value: first(value).max_new_tokens for value in budgets} == budgets
     assert first(-1).prompt == [5, 6]
+
+
+@pytest.mark.parametrize("text", ["a cat", " a", "\n", "a<|end|>"])
+def test_offsets_of_an_echo_begin_after_an_added_token(tmp_path: Path, text: str) -> None:
+    config = {"bos_token": "<|begin|>", "add_bos_token": True}
+    tokenizer = load_tokenizer(save(tmp_path, byte_fallback(), config))
+    first, *texts = Prompt(tokenizer.encode(text, add_bos=True), text).texts(tokenizer)
+    assert (first, "".join(texts)) == ("", text)
 
 
 def test_an_echoed_prompt_needs_no_room_for_a_token(ask: Ask) -> None:
