@@ -401,10 +401,7 @@ BAD: list[tuple[list[object], str]] = [
     (short("--set", ""), "--set : expected sampler.KEY=VALUE"),
     (short("--set", "sampler.base.temprature=1"), "did you mean 'base.temperature'?"),
     (short("--set", "sampler.metrics.layers=[1.0]"), "the model has 2 layers"),
-    (
-        short("--set", "sampler.thresholds.h2=20%"),
-        "thresholds.h1 = 30% is above thresholds.h2 = 20%",
-    ),
+    (short("--set", "sampler.thresholds.h2=20%"), "h1 = 30% is above thresholds.h2 ="),
     (short("--sampler", "entropy"), "(a file's name ends in .toml), did you mean 'entropix'?"),
     (short("--chat"), "only one of --chat and --no-chat"),
     (short("--system", "Be brief."), "a system message needs a chat (--chat)"),

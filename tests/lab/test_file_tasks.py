@@ -237,46 +237,26 @@ def test_measures_of_writing(text: str, wanted: tuple[tuple[int, int], ...]) -> 
         ("nq-open", "\n", "bad: is empty"),
         ("nq-open", "\n{", "bad: line 2: not JSON: "),
         *(
-            (
-                "nq-open",
-                json.dumps({"question": q, "answer": ["x"]}),
-                "bad: entry 1: an entry is an",
-            )
+            ("nq-open", json.dumps({"question": q, "answer": ["x"]}), "bad: entry 1: an")
             for q in (" ", 1, None)
         ),
         ("nq-open", '{"question": "q"}', "bad: entry 1: has no gold answer: 'answer' is no list"),
         *(
-            (
-                "nq-open",
-                json.dumps({"question": "q", "answer": a}),
-                "bad: entry 1: has no gold answ",
-            )
+            ("nq-open", json.dumps({"question": "q", "answer": a}), "1: has no gold answer")
             for a in ([], "x", ["x", 3], [" "], None)
         ),
         ("gsm8k", "", "bad: is empty"),
         ("gsm8k", "\n3", "bad: entry 2: an entry is an object with the texts 'question' and"),
         ("gsm8k", '{"question": "\xff", "answer": "#### 1"}', "bad: not UTF-8 at byte 14"),
         *(
-            (
-                "gsm8k",
-                json.dumps({"question": q, "answer": "#### 3"}),
-                "which ends in '#### NUMBER'",
-            )
+            ("gsm8k", json.dumps({"question": q, "answer": "#### 3"}), "which ends in '#### N")
             for q in (3, " ")
         ),
         *(
-            (
-                "gsm8k",
-                json.dumps({"question": "q", "answer": a}),
-                "bad: entry 1: has no gold answer",
-            )
+            ("gsm8k", json.dumps({"question": "q", "answer": a}), "1: has no gold answer")
             for a in ("#### three", "It is 3.", "", 3, None)
         ),
-        (
-            "gsm8k",
-            '{"question": "How many?"}',
-            "has no gold answer: 'answer' is no text with '####",
-        ),
+        ("gsm8k", '{"question": "How many?"}', "answer: 'answer' is no text with"),
     ],
 )
 def test_errors_of_bad_files(tmp_path: Path, kind: str, content: str, message: str) -> None:

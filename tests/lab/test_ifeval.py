@@ -77,8 +77,8 @@ def test_an_answer_lists_the_followed_instructions(tmp_path: Path) -> None:
         # These need nltk's Punkt data.
         (
             (SENTENCES, {"relation": "less than", "num_sentences": 3}),
-            "It is a fig. It is ripe!",
-            "It is a fig. It is ripe! Is it?",
+            "A fig. Ripe!",
+            "A fig. Ripe! Is it?",
         ),
         (
             (CAPITALS, {"capital_relation": "at least", "capital_frequency": 2}),

@@ -205,11 +205,7 @@ def test_stored_rows_need_no_task_file(
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        (
-            "[settings.hot]",
-            "[settings.cold]",
-            "lacks the row 'test/sums/{item}/cold/0' of the sweep",
-        ),
+        ("[settings.hot]", "[settings.cold]", "lacks the row 'test/sums/{item}/cold/0' of"),
         ("seeds = [0, 1, 5]", "seeds = [0, 1, 5, 7]", "lacks the row 'test/sums/{item}/hot/7' of"),
         ("seeds = [0, 1, 5]", "seeds = [0, 5]", "has the row 'test/sums/{item}/hot/1', which the"),
         ("\nitems = 2", "\nitems = 3", "has 2 items of task 'sums' (test), not 3"),

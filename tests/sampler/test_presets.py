@@ -372,14 +372,8 @@ def test_changes_combine_with_percentiles() -> None:
 # Bounds that are invalid only with the model's tables.
 CROSSING: list[tuple[dict[str, Any], str]] = [
     ({"thresholds.h1": 2.6}, "thresholds.h1 = 2.6 is above thresholds.h2 = 2.5"),
-    (
-        {"regimes.lelv": ["agreement > 50%", "agreement < 0.6"]},
-        "regimes.lelv: 'agreement < 0.6': no agreement is above 0.65 and below 0.6",
-    ),
-    (
-        {"regimes.lelv": ["entropy > h1", "entropy < 10%"]},
-        "regimes.lelv: 'entropy < 0.1': no entropy is above 0.3 and below 0.1",
-    ),
+    ({"regimes.lelv": ["agreement > 50%", "agreement < 0.6"]}, "no agreement is above 0.65 and"),
+    ({"regimes.lelv": ["entropy > h1", "entropy < 10%"]}, "no entropy is above 0.3 and below"),
 ]
 
 

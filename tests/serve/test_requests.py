@@ -178,11 +178,7 @@ def test_errors_contain_unsupported_keys(ask: Ask, path: str, name: str, value: 
         (TEXT, {"min_p": 2}, "min_p: "),
         (TEXT, {"repetition_penalty": 0}, "repetition_penalty: "),
         (TEXT, sampler(5), "entropix.sampler: must be the name of"),
-        (
-            TEXT,
-            {"entropix": {"from": {"row": "x", "position": 0, "token": "a"}}},
-            "entropix.from.token.0: Input should be a valid integer",
-        ),
+        (TEXT, {"entropix": {"from": {"row": "x", "position": 0, "token": "a"}}}, "from.token.0: "),
         (TEXT, {"temperature": 3}, "temperature: "),
         (TEXT, {"top_p": -0.1}, "top_p: "),
         (TEXT, {"presence_penalty": 2.5}, "presence_penalty: "),
@@ -207,16 +203,8 @@ def test_errors_contain_unsupported_keys(ask: Ask, path: str, name: str, value: 
         (TEXT, sampler({"extends": 3}), "no sampler preset"),
         (TEXT, sampler({"base.heat": 1}), "no sampler key"),
         (TEXT, sampler({"base.top_p": 7}), "must be a number in"),
-        (
-            TEXT,
-            sampler({"regimes.lelv": ["sequence_varentropy < 40%"]}),
-            "sequence_varentropy has no percentiles",
-        ),
-        (
-            TEXT,
-            sampler({"extends": "entropix", "thresholds.u1": 1000000}),
-            "calibration.json: thresholds.u1 = 1000000 is above thresholds.u2 = ",
-        ),
+        (TEXT, sampler({"regimes.lelv": ["sequence_varentropy < 40%"]}), "has no percentiles"),
+        (TEXT, sampler({"extends": "entropix", "thresholds.u1": 1000000}), "json: thresholds.u1"),
         (TEXT, sampler({"thresholds.h1": "101%"}), "thresholds.h1 = '101%': must be"),
         (TEXT, sampler({"thresholds.u2": "-1%"}), "thresholds.u2 = '-1%': must be"),
         (TEXT, sampler({"extends": "entropix", "thresholds.h1": "90%"}), "is above thresholds.h2"),
@@ -225,37 +213,17 @@ def test_errors_contain_unsupported_keys(ask: Ask, path: str, name: str, value: 
         (TEXT, {"stream_options": {"x": 1}}, "'stream_options.x' is not supported"),
         (TEXT, {"response_format": "json"}, """: only {"type":"text"} or "text" is supported"""),
         (CHATS, {"messages": []}, "messages: "),
-        (
-            CHATS,
-            {"messages": [{"role": "user"}]},
-            "messages: message 1 must be an object with a text 'role' and a 'content'",
-        ),
+        (CHATS, {"messages": [{"role": "user"}]}, "messages: message 1 must be an object with"),
         (
             CHATS,
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages: message 1 has a part of type 'image_url': only 'text' is supported",
+            "1 has a part of",
         ),
-        (
-            CHATS,
-            {"messages": [{"role": "user<|eot_id|>", "content": "Hi"}]},
-            "messages: message 1: unknown role 'user<|eot_id|>', expected one of system, ",
-        ),
-        (
-            CHATS,
-            {"chat_template_kwargs": {"messages": []}},
-            "the chat template's variable 'messages' cannot be set",
-        ),
+        (CHATS, {"messages": [{"role": "user<|eot_id|>", "content": "Hi"}]}, "1: unknown role"),
+        (CHATS, {"chat_template_kwargs": {"messages": []}}, "variable 'messages' cannot be set"),
         (RESPONSES, {"input": 5}, "input: must be a text or a list of messages"),
-        (
-            RESPONSES,
-            {"input": [{"type": "function_call"}]},
-            "input: item 0 of type 'function_call' is not supported, only 'message'",
-        ),
-        (
-            RESPONSES,
-            {"text": {"format": {"type": "json_schema"}}},
-            "text.format: type 'json_schema' is not supported by this server, only 'text'",
-        ),
+        (RESPONSES, {"input": [{"type": "function_call"}]}, "input: item 0 of type 'func"),
+        (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format: type"),
         (CHATS, {"top_logprobs": 2}, "top_logprobs requires logprobs"),
         (TEXT, {"n": 2, "entropix": {"id": "a"}}, "entropix.id requires a request of one row"),
         (TEXT, {"entropix": {"id": ""}}, "entropix.id: String should have at least"),
@@ -272,11 +240,7 @@ def test_errors_contain_unsupported_keys(ask: Ask, path: str, name: str, value: 
         (TEXT, search(**{"from": {"row": "x", "position": 0}}), "be combined with entropix.from"),
         (CHATS, {"logprobs": 2}, "logprobs: "),
         (CHATS, {"max_tokens": 0}, "max_tokens must be at least 1"),
-        (
-            CHATS,
-            {"messages": [{"role": "user", "content": "a" * 9 * CONTEXT}]},
-            f"a row has room for {CONTEXT}",
-        ),
+        (CHATS, {"messages": [{"role": "user", "content": "a" * 9 * CONTEXT}]}, f"for {CONTEXT}"),
         (SCORES, {"input": "Rita sang. " * CONTEXT}, f"at most {CONTEXT} are possible"),
         (SCORES, {"input": ""}, "too short"),
         (SCORES, {"top": 21}, "top: "),
@@ -431,11 +395,8 @@ def test_foreign_hosts_and_origins_are_rejected(tiny: LanguageModel) -> None:
         for host in "mybox:8000 localhost:1 127.0.0.1:8000 [::1]:80 10.0.0.7 friend.org".split():
             assert ask("GET", "/health", headers={"host": host}).status_code == 200
         wrong = "evil.org localhost.evil.org:8000 [::1 127.0.0.1/evil user@localhost 127.0.0.1?x"
-        for host in (
-            "",
-            *wrong.split(),
-            *"127.0.0.1#x [::1]evil localhost:evil [localhost]".split(),
-        ):
+        wrong += " 127.0.0.1#x [::1]evil localhost:evil [localhost]"
+        for host in ("", *wrong.split()):
             error = refused(ask("GET", "/health", headers={"host": host}), 403)
             assert error["code"] == "foreign_host"
         for origin in (own, friend):
