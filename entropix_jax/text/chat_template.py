@@ -40,10 +40,7 @@ def plain_messages(messages: object) -> list[dict[str, Any]]:
 
     Messages are objects with a `role` and a `content`: a text, a list of parts such as
     `{"type": "text", "text": "Hi"}`, or nothing where the assistant called a tool. Other keys are
-    the template's.
-
-    Raises:
-        UserError: a message has another shape; it is counted from 1.
+    the template's. UserError if a message has another shape; it is counted from 1.
     """
     if not isinstance(messages, list) or not messages:
         raise UserError("messages must be a non-empty list of objects with 'role' and 'content'")

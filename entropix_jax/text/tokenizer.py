@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +122,7 @@ class Tokenizer:
                 tokenizer.no_padding()
                 add_tokens(tokenizer, settings.added)
             self.bos_id = self._find_bos()
+            self._tokenizer.post_processor = tokenizers.processors.Sequence([])  # it moves offsets
         self._token_bytes = choose_token_bytes(self._tokenizer.decoder, path)
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -163,7 +163,7 @@ class Tokenizer:
         """Returns the ids of a text. With `add_bos` they start with one `bos_id`, if there is one.
         With `escape` control tokens in the text are ordinary text. UserError if the text has
         surrogates, which stand for bytes that were not UTF-8."""
-        ids = self._encode(self._plain if escape else self._tokenizer, text)
+        ids = self._encode(self._plain if escape else self._tokenizer, text).ids
         return self._after_bos(ids) if add_bos else ids
 
     def _after_bos(self, ids: list[int]) -> list[int]:
@@ -174,12 +174,12 @@ class Tokenizer:
     def encode_within(self, text: str) -> list[int]:
         """The ids of a text that continues another one: with nothing before it, neither `bos_id`
         nor the space that tokenizers of SentencePiece's kind put before a text."""
-        return self._encode(self._tokenizer_within, text)
+        return self._encode(self._tokenizer_within, text).ids
 
-    def _encode(self, tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+    def _encode(self, tokenizer: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
         check_unicode(text, "text")
         with _report_library_errors(f"{self._path}: the tokenizer fails"):
-            return tokenizer.encode(text, add_special_tokens=False).ids
+            return tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of some ids: what `stream` gives for them, to the end."""
@@ -232,8 +232,7 @@ class Tokenizer:
             add_generation_prompt: the text ends with the start of the assistant's answer.
             variables: further variables of the template, such as `enable_thinking`.
 
-        Raises:
-            UserError: there is no template, it is wrong, or it refuses the messages.
+        UserError if there is no template, it is wrong, or it refuses the messages.
         """
         if self.chat_template is None:
             told = "it takes only plain text, no messages and no system message (--no-chat)"
@@ -341,14 +340,16 @@ class Tokenizer:
     def _encode_marked(self, text: str, mark: str) -> list[int]:
         """The ids of a text whose marked control tokens are ordinary text."""
         # The library cuts a text at control tokens before anything else, so the text between two
-        # can be encoded by itself.
+        # can be encoded by itself. A token may include white space around its name.
+        whole, plain, end = self._encode(self._tokenizer, text), self._plain, 0
         ids: list[int] = []
-        plain = self._plain
-        for is_marked, parts in groupby(self._special.split(text), lambda part: mark in part):
-            part = "".join(parts).replace(mark, "")
-            ids += self._encode(plain if is_marked else self._tokenizer, part)
-            plain = self._plain_within
-        return self._after_bos(ids)
+        for token_id, (start, stop) in zip(whole.ids, whole.offsets, strict=True):
+            name = text[start:stop].strip()
+            if token_id in self.special_ids and name == self.token_string(token_id):
+                ids += self._encode(plain, text[end:start].replace(mark, "")).ids
+                ids.append(token_id)
+                plain, end = self._plain_within, stop
+        return self._after_bos([*ids, *self._encode(plain, text[end:].replace(mark, "")).ids])
 
 
 @contextmanager

@@ -402,6 +402,28 @@ def test_contents_cannot_end_a_turn(kind: str, tmp_path: Path) -> None:
     assert not {*own} & {*ids}
 
 
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_spelled_control_token_changes_no_other(kind: str, flag: str, tmp_path: Path) -> None:
+    """A control token takes the white space of a content, or none, as without the spelled one."""
+    raw = json.loads(KINDS[kind]().to_str())
+    for token in raw["added_tokens"]:
+        token[flag] = token["content"] in ("<|user|>", "<|end|>")
+    template = "{% for m in messages %} <|user|>\n{{ m.content }} <|end|>\nx{% endfor %}"
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(raw))
+    loaded = load_tokenizer(save(tmp_path / kind, tokenizer, {"chat_template": template}))
+    own = [loaded.token_id(name) for name in ("<|user|>", "<|end|>")]
+    for content in ("a", " a ", "\n"):
+        first, same, other = ({"content": content + end} for end in ("", "", "<|assistant|>"))
+        plain, spelled = (
+            loaded.apply_chat([{"role": "user", **one} for one in (first, last)], escape=True)
+            for last in (same, other)
+        )
+        assert [i for i in spelled if i in own] == [i for i in plain if i in own]
+        half = len(loaded.apply_chat([{"role": "user", **first}]))
+        assert spelled[:half] == plain[:half]
+
+
 def test_names_and_calls_cannot_end_a_turn(tmp_path: Path) -> None:
     folder = save(tmp_path / "names", KINDS["byte_level"]())
     end, user = "<|end|>", "<|user|>"
@@ -545,7 +567,7 @@ NO_TOKEN = {
         # Some errors of the library occur only with the first text that triggers them.
         (
             {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<none>"}},
-            "the tokenizer fails: WordLevel error: Missing \\[UNK\\] token",
+            "WordLevel error: Missing",
         ),
     ],
 )
