@@ -97,9 +97,7 @@ class Engine:
                 programs are compiled, and parked if it outgrows them. The others continue. A row's
                 last digits then depend on the other rows.
 
-        Raises:
-            UserError: slots that cannot be split evenly over the model's mesh, or that do not fit
-                into memory.
+        UserError if slots cannot be split evenly over the model's mesh, or do not fit into memory.
         """
         if model.mesh is not None:
             check_mesh(model.mesh, model.config, slots)
@@ -151,11 +149,7 @@ class Engine:
         return self._reader.read
 
     def check(self, request: Request) -> None:
-        """Checks that a request can run here.
-
-        Raises:
-            UserError: see `check_request`.
-        """
+        """Raises UserError if a request cannot run here, see `check_request`."""
         check_request(self._model, request, self._capacity)
 
     def stop(self) -> None:
@@ -185,18 +179,13 @@ class Engine:
             position: where they diverge from the row, by default after its last token.
             max_new_tokens: their budget, by default the row's.
 
-        Raises:
-            UserError: see `check_place`; or the row is not part of a run in progress.
-        """
+        UserError: see `check_place`; or the row is not part of a run in progress."""
         return self._roster.fork(row, number, position, max_new_tokens)
 
     def rewind(self, row: Row, position: int) -> None:
         """Retracts the tokens of a row from a position on. It continues from there with other
         random numbers, even if it has ended. No event reports this.
-
-        Raises:
-            UserError: as `fork`.
-        """
+        UserError as `fork`."""
         self._roster.rewind(row, position)
 
     def force(self, row: Row, tokens: Sequence[int], *, action: str = "inject") -> None:
@@ -212,10 +201,7 @@ class Engine:
     def end(self, row: Row) -> list[Event]:
         """Ends a row of the run in progress as "cancelled" and frees its slot or its place in the
         queue. Returns its last events, which the run does not yield; none if it has ended.
-
-        Raises:
-            UserError: the row is not part of a run in progress.
-        """
+        UserError if the row is not part of a run in progress."""
         return self._roster.cancel(row)
 
     def run(

@@ -199,10 +199,7 @@ class Rows(list[Row]):
     def save_trace(self, path: str | Path) -> None:
         """Writes the run's trace, row by row, with the tokens so far. It has `top` and `layers` if
         the run recorded them.
-
-        Raises:
-            UserError: the file cannot be written, or the rows are not of one run with one prompt.
-        """
+        UserError if the file cannot be written, or the rows are not of one run with one prompt."""
         if self.header is None or len({tuple(row.request.prompt) for row in self}) != 1:
             raise UserError("a trace needs rows of one run with one prompt")
         with TraceWriter(Path(path)) as writer:
@@ -214,10 +211,7 @@ class Rows(list[Row]):
 
     def save_report(self, path: str | Path) -> None:
         """Writes the run as a page, one HTML file to open in a browser.
-
-        Raises:
-            UserError: as `save_trace`.
-        """
+        UserError as `save_trace`."""
         from entropix_jax.report.page import check_report, write_report
 
         path = Path(path)
