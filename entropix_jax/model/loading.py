@@ -27,8 +27,9 @@ from entropix_jax.model.hub import HUB_ID, snapshot
 from entropix_jax.model.mesh import param_shardings, weights_bytes
 from entropix_jax.model.params import Params, count_params
 from entropix_jax.model.precision import AUTO, INT8, WEIGHTS, Precision, choose_precision
+from entropix_jax.text.added_tokens import TURN_ENDS
 from entropix_jax.text.tokenizer import Tokenizer
-from entropix_jax.text.turns import TURN_ENDS, stop_ids, turn_end_id
+from entropix_jax.text.turns import stop_ids, turn_end_id
 
 TINY, SMOLLM2 = "tiny", "smollm2"  # names of models
 # The package that holds smollm2, and where.
@@ -71,7 +72,7 @@ class LanguageModel:
     @cached_property
     def turn_end_id(self) -> int | None:
         """The token that ends an assistant's turn in the chat template, see `turns.turn_end_id`."""
-        return turn_end_id(self.tokenizer)
+        return turn_end_id(self.tokenizer, self.eos_ids)
 
     @property
     def is_chat_model(self) -> bool:

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     import tokenizers
 
 
+# Control tokens that end a turn wherever a vocabulary has them, as in llama.cpp.
+TURN_ENDS = "<|eot_id|> <|im_end|> <|eom_id|> <|end|> <end_of_turn> <end_of_utterance>".split()
+# Names of control tokens, also where a file does not mark them as such.
+CONTROL = {*TURN_ENDS, "<|endoftext|>", "<|end_of_text|>", "<|im_start|>", "<start_of_turn>"}
+CONTROL |= {"<|start_header_id|>", "<|end_header_id|>"}
 # A token, its id (None: the next one), and the file that names it.
 Added = tuple["tokenizers.AddedToken", int | None, Path]
 
@@ -22,10 +27,8 @@ def read_added_tokens(folder: Path, raw: Mapping[str, Any]) -> list[Added]:
     """Reads the added tokens that `transformers` takes from the files next to `tokenizer.json`.
 
     Those with an id are in `tokenizer_config.json`, decoded in `raw`, and in `added_tokens.json`;
-    special ones without are in the former and in `special_tokens_map.json`.
-
-    Raises:
-        UserError: a file is no object of tokens.
+    special ones without are in the former and in `special_tokens_map.json`. UserError if a file is
+    not an object of tokens.
     """
     config = folder / "tokenizer_config.json"
     added, named = folder / "added_tokens.json", folder / "special_tokens_map.json"
@@ -78,13 +81,19 @@ def _added_token(
 
 
 def add_tokens(tokenizer: tokenizers.Tokenizer, added: Sequence[Added]) -> None:
-    """Adds the tokens that the tokenizer lacks. UserError if one would get another id."""
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    """Adds the tokens that the tokenizer lacks. A token is a control token if a file says so, or by
+    its name. UserError if one would get another id."""
+    known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
     for token, wanted, path in added:
         if token.content not in known:
-            known.add(token.content)
+            known[token.content] = token
             tokenizer.add_tokens([token])
         token_id = tokenizer.token_to_id(token.content)
         if wanted not in (None, token_id):
             told = f"has the id {wanted}, but the tokenizer gives it {token_id}"
             raise UserError(f"{path}: the added token {token.content!r} {told}")
+    named = CONTROL.union(token.content for token, *_ in added if token.special)
+    for token in known.values():
+        if token.content in named and not token.special:
+            token.special = True
+            tokenizer.add_special_tokens([token])

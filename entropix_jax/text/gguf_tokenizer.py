@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from entropix_jax.errors import UserError
+from entropix_jax.text.added_tokens import CONTROL
 from entropix_jax.text.tokenizer import (
     BYTES,
     LLAMA3_SPLIT,
@@ -20,7 +21,7 @@ from entropix_jax.text.tokenizer import (
     tokenizer_json,
 )
 
-_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # types of tokens
+_NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6  # types of tokens
 
 # How a text is split before merging, as the models' authors published it.
 _QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")  # each digit alone
@@ -57,11 +58,8 @@ def read_tokenizer(
     metadata: Mapping[str, Any], path: Path, notes: list[str] | None = None
 ) -> Tokenizer:
     """Returns the tokenizer in a GGUF file's metadata, and adds to `notes` what a user should know.
-
-    Raises:
-        UserError: the tokenizer or pre-tokenizer is unknown, or parts are missing or inconsistent;
-            it names `path`.
-    """
+    UserError, which names `path`, if the tokenizer or pre-tokenizer is unknown, or parts of it are
+    missing or inconsistent."""
     prefix = "tokenizer.ggml."
     own = {key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}
     tokens = own.get("tokens")
@@ -98,11 +96,12 @@ def read_tokenizer(
         raise UserError(f"{path}: '{prefix}model': unknown tokenizer {kind!r} (known: gpt2, llama)")
 
     # Tokens that are matched whole.
-    types = own.get("token_type") or []
+    types = own.get("token_type") or [_NORMAL] * len(tokens)
+    ends = [own.get(f"{name}_token_id") for name in ("bos", "eos", "eot", "eom")]
     added = (
-        (i, token, type_ == _CONTROL)
+        (i, token, type_ == _CONTROL or i in ends)
         for i, (token, type_) in enumerate(zip(tokens, types, strict=False))
-        if type_ in (_CONTROL, _USER_DEFINED)
+        if type_ in (_CONTROL, _USER_DEFINED) or i in ends or token in CONTROL
     )
     settings["add_bos_token"] = own.get("add_bos_token", add_bos) and "bos_token" in settings
     return Tokenizer(path, tokenizer_json(rules, added), read_settings(settings, path))

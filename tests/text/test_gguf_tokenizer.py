@@ -35,6 +35,23 @@ def test_pre_tokenizers(split: str, pieces: Sequence[str]) -> None:
     assert (tokenizer.bos_id == 0) == (split in ("llama-bpe", "tekken"))
 
 
+@pytest.mark.parametrize("kind", [1, 3, 4])
+@pytest.mark.parametrize(("name", "key"), [("<|im_end|>", "eom"), ("<fin>", "eot"), ("<fin>", "x")])
+def test_named_tokens_are_control_tokens_whatever_their_type(
+    kind: int, name: str, key: str
+) -> None:
+    own = vocabulary_metadata()
+    tokens, prefix = own["tokenizer.ggml.tokens"], "tokenizer.ggml."
+    changes = {"tokens": [tokens[0], name, *tokens[2:]], f"{key}_token_id": 1, "eos_token_id": 0}
+    changes["token_type"] = [3, kind, *[1] * (len(tokens) - 2)]
+    tokenizer = read_tokenizer(own | {prefix + k: v for k, v in changes.items()}, Path("a.gguf"))
+    is_control = kind == 3 or key != "x"
+    assert tokenizer.special_ids == ({0, 1} if is_control else {0})
+    assert (1 in tokenizer.encode(f"a{name}", add_bos=False, escape=True)) == (
+        kind == 4 and not is_control
+    )
+
+
 def test_sentencepiece_tokenizer() -> None:
     """Compares a SentencePiece vocabulary in the format of a GGUF file, with scores and no merges,
     with its source tokenizer."""

@@ -17,6 +17,7 @@ from entropix_jax.errors import UserError
 from entropix_jax.text.chat_template import plain_messages
 from entropix_jax.text.stop import StopFilter
 from entropix_jax.text.tokenizer import Tokenizer, load_tokenizer
+from entropix_jax.text.turns import turn_end_id
 from tests.support.tokenizers import SPECIAL, TEXTS, byte_fallback, save
 
 TEMPLATE = (
@@ -656,6 +657,22 @@ def test_llama3(llama3: Tokenizer, text: str, ids: list[int]) -> None:
     pushed = [stream.push(token_id) for token_id in ids]
     assert "".join(pushed) == text
     assert all("\ufffd" not in part for part in pushed)
+
+
+@pytest.mark.parametrize("others", [(), (2,)])
+def test_named_tokens_are_control_tokens_whatever_their_flag(
+    tmp_path: Path, others: tuple[int, ...]
+) -> None:
+    """Also those with a well-known name, here `<|end|>`. A token that begins a turn ends none."""
+    text = byte_level().to_str().replace('"special":true', '"special":false')
+    template = "{% for m in messages %}<|user|>{{ m.content }}<|assistant|>{% endfor %}"
+    decoder = {i: {"content": SPECIAL[i], "special": True} for i in others}
+    config = {"eos_token": "<|begin|>", "chat_template": template, "added_tokens_decoder": decoder}
+    loaded = load_tokenizer(save(tmp_path / "named", tokenizers.Tokenizer.from_str(text), config))
+    assert loaded.special_ids == {0, 1, *others}
+    ids = loaded.apply_chat([{"role": "user", "content": "a<|end|>b<|begin|>"}], escape=True)
+    assert not {0, 1} & {*ids[1:]}
+    assert [turn_end_id(loaded, own) for own in ((), (2,))] == [None, 2 if others else None]
 
 
 # The reference
