@@ -11,6 +11,7 @@ Importing this module registers it as `entropix_jax`:
 """
 
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -178,8 +179,12 @@ class EntropixLM(TemplateLM):  # type: ignore[misc] # the harness has no types
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
         """Scores requests: their texts, and the token ids of context and continuation."""
-        found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
-        pairs = [(before or [self.prefix_token_id], after) for _, before, after in requests]
+        found: list[tuple[float, bool]] = [(math.nan, False)] * len(requests)
+        pairs = []
+        for texts, before, after in requests:
+            # A token of both texts may end in the continuation, which then has none of its own.
+            own = after or self.model.tokenizer.encode_within(texts[1] if texts else "")
+            pairs.append((before or [self.prefix_token_id], own))
         cut = sum(len(before) + len(after) > self.max_length + 1 for before, after in pairs)
         self._warn_of_cut(cut, len(pairs))
         batch = self._slots or _AUTO_BATCH

@@ -1,7 +1,6 @@
 """Log-likelihoods of many continuations in one batch."""
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
 
 import numpy as np
 
@@ -21,27 +20,23 @@ def log_likelihoods(
 
     Yields, in any order, the index of a pair, the log-probability of its continuation in nats, and
     whether each token of it is the most likely one. Pairs that differ only in their last tokens are
-    read once. An empty continuation has probability 1. A pair keeps its last `context` + 1 tokens,
-    by default as many as the model has positions. At most `batch` texts run in parallel.
+    read once. A pair keeps its last `context` + 1 tokens, by default as many as the model has
+    positions. At most `batch` texts run in parallel.
 
     Raises:
-        UserError: an empty context, a continuation longer than `context`, or NaN or infinite
-            logits.
+        UserError: an empty context or continuation, a continuation longer than `context`, or NaN or
+            infinite logits.
     """
     context = check_context(model, context, least=1, usual=model.config.max_positions)
     # All tokens but the last one of a pair, to the pairs: number, last token, length.
     answers: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
-    empty = []
     for number, (before, after) in enumerate(pairs):
         where, length = f"pair {number}: ", len(after)
-        if not before:
-            raise UserError(f"{where}the context is empty")
+        if not before or not after:
+            raise UserError(f"{where}the {'continuation' if before else 'context'} is empty")
         if length > context:
             told = f"the continuation has {length} tokens, the model sees {context} at once"
             raise UserError(where + told)
-        if not after:
-            empty.append((number, 0.0, True))
-            continue
         *tokens, last = (*before, *after)[-context - 1 :]
         answers.setdefault(tuple(tokens), []).append((number, last, length))
     texts = [
@@ -64,4 +59,4 @@ def log_likelihoods(
                 total = float(scores.logprob[its].sum(dtype=np.float64))
                 yield pair, total, bool(scores.greedy[its].all())
 
-    return chain(empty, score_pairs())
+    return score_pairs()

@@ -84,6 +84,14 @@ def test_harness_log_likelihoods_equal_float64(greedy: EntropixLM) -> None:
         want = score(greedy, [greedy.prefix_token_id, *before], whole[len(before) :])
         assert (total, flag) == (pytest.approx(want[0], abs=1e-4), want[1])
     assert {flag for _, flag in found} == {True, False}
+    # One token has the end of the context and the continuation, which is then encoded by itself.
+    ((total, flag),) = greedy.loglikelihood(ask("loglikelihood", ("Gue", "sts")), True)
+    after = greedy.model.tokenizer.encode_within("sts")
+    want = score(greedy, greedy.tok_encode("Gue"), after)
+    assert len(ids(greedy, "Guests")) <= len(ids(greedy, "Gue"))
+    assert (total, flag) == (pytest.approx(want[0], abs=1e-4), want[1])
+    with pytest.raises(UserError, match="pair 0: the continuation is empty"):
+        greedy.loglikelihood(ask("loglikelihood", ("Anna", "")), True)
 
 
 @pytest.mark.parametrize("length", [None, 64, 41])
