@@ -212,10 +212,8 @@ def open_tensors(folder: Path) -> dict[str, StoredTensor]:
         )
     stored: dict[str, StoredTensor] = {}
     for shard in sorted(set(shards)):
-        for name, tensor in _open_file(folder / shard).items():
-            if weight_map.get(name) != shard:
-                raise tensor.error(f"is not where {INDEX_FILE} says")
-            stored[name] = tensor
+        found = _open_file(folder / shard)
+        stored |= {name: found[name] for name in found if weight_map.get(name, shard) == shard}
     if lost := sorted(set(weight_map) - set(stored)):
         raise UserError(f"{folder / weight_map[lost[0]]}: tensor '{lost[0]}' is missing")
     return stored
