@@ -20,11 +20,14 @@ if sys.platform != "win32":
 
 @contextmanager
 def opening(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file for reading bytes; UserError if that fails, or reading within the block."""
+    """Opens a file for reading bytes. UserError if that fails, or reading within the block, or the
+    file is a Git LFS pointer."""
     if "\0" in str(path):
         raise UserError(f"{str(path)!r}: not a file name")
     try:
         with path.open("rb") as file:
+            if file.peek(32).startswith(b"version https://git-lfs"):
+                raise UserError(f"{path}: a Git LFS pointer to the file: run `git lfs pull`")
             yield file
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file") from error

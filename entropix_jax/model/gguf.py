@@ -83,17 +83,17 @@ def open_gguf(path: Path) -> ModelFiles:
         raise UserError(f"{path}: invalid or truncated GGUF file: {error}") from None
     metadata = header.metadata
 
-    # Unsupported features.
-    architecture = metadata.get("general.architecture")
-    if architecture not in _ARCHITECTURES:
-        told = f"is not implemented (known: {', '.join(_ARCHITECTURES)})"
-        raise UserError(f"{path}: the architecture {architecture!r} {told}")
+    # Other files than whole models, and unsupported features.
     if (kind := metadata.get("general.type", "model")) != "model":
         told = f"is not a model but '{kind}': merge it with its model, or name the model's file"
         raise UserError(f"{path}: {told}")
     if (parts := metadata.get("split.count")) not in (None, 0, 1):
         told = f"is one of {parts} parts: merge them, `llama-gguf-split --merge FIRST OUTPUT`"
         raise UserError(f"{path}: {told}")
+    architecture = metadata.get("general.architecture")
+    if architecture not in _ARCHITECTURES:
+        told = f"is not implemented (known: {', '.join(_ARCHITECTURES)})"
+        raise UserError(f"{path}: the architecture {architecture!r} {told}")
     prefix = f"{architecture}."
     own = {key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}
     notes = _KEYS.check(own, path, prefix)
@@ -224,9 +224,11 @@ class _Header:
 
     def __init__(self, data: np.ndarray) -> None:
         self._data, self._at = data.data, 0
-        if self._bytes(4) != b"GGUF":
-            raise ValueError("it does not start with the bytes 'GGUF'")
+        if (start := self._bytes(4)) != b"GGUF":
+            raise ValueError(f"it starts with {start!r}, not with b'GGUF'")
         version, number, keys = self._unpack("IQQ")
+        if version & 0xFFFF == 0:
+            raise ValueError("it is big-endian: convert the model again for little-endian machines")
         if version not in (2, 3):
             raise ValueError(f"format version {version} is not supported (known: 2, 3)")
         self.metadata = {self._string(): self._value(*self._unpack("I")) for _ in range(keys)}

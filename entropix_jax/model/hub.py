@@ -12,6 +12,7 @@ from entropix_jax.model.config_file import CONFIG_FILE
 _TOLD = 8  # files of a repository that an error names
 # `owner/name` or `owner/name/FILE.gguf`; a name that ends in .gguf is a file's.
 HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?<!\.gguf)(?:/(.+\.gguf))?", re.IGNORECASE)
+PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)  # of a model in several GGUF files
 # By name: a repository may have copies for other programs, in other formats and in subfolders.
 _FILES = """
     added_tokens.json calibration.json chat_template.jinja config.json generation_config.json
@@ -28,11 +29,12 @@ def snapshot(repo: str, *, revision: str | None = None, folder: Path | None = No
         revision: a branch, tag or commit; None: the main branch.
         folder: the folder to download to; None: the client's own cache.
 
-    Raises:
-        UserError: there is no such repository or file, or it cannot be read.
+    UserError if there is no such repository or file, or it cannot be read.
     """
     if (found := HUB_ID.fullmatch(repo)) is None:
         raise UserError(f"not a hub id: '{repo}' (expected owner/name)")
+    if PART.search(repo):
+        raise UserError(f"{repo}: is a part of a model: download all parts and merge them")
     from huggingface_hub import errors, hf_hub_download
 
     try:

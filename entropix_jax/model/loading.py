@@ -23,7 +23,7 @@ from entropix_jax.model.checkpoint import (
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.config_file import CONFIG_FILE
 from entropix_jax.model.gguf import SUFFIX, open_gguf
-from entropix_jax.model.hub import HUB_ID, snapshot
+from entropix_jax.model.hub import HUB_ID, PART, snapshot
 from entropix_jax.model.mesh import param_shardings, weights_bytes
 from entropix_jax.model.params import Params, count_params
 from entropix_jax.model.precision import AUTO, INT8, WEIGHTS, Precision, choose_precision
@@ -210,7 +210,8 @@ def resolve_model(model: str | None) -> Path:
         return _file_of(path)
     if model and path.exists():
         if path.suffix.lower() != SUFFIX:
-            raise UserError(f"{model}: not a GGUF file (its name must end in {SUFFIX})")
+            told = f"not a GGUF file (its name must end in {SUFFIX}) nor a folder with config.json"
+            raise UserError(f"{model}: {told}")
         return path
     if not HUB_ID.fullmatch(model):
         known = f"{SMOLLM2}, {TINY}, a folder, a {SUFFIX} file, owner/name of the hub"
@@ -231,13 +232,14 @@ def _smollm2() -> Path | None:
 
 
 def _file_of(folder: Path) -> Path:
-    """Returns the GGUF file of a folder with one and no configuration, else the folder."""
+    """Returns the GGUF file of a folder with one and no configuration, or the first part of a model
+    in several, else the folder."""
     files = [path for path in folder.glob("*") if path.suffix.lower() == SUFFIX]
     if (folder / CONFIG_FILE).exists() or not files:
         return folder
-    if len(files) > 1:
+    if len(files) > 1 and not all(PART.search(path.name) for path in files):
         raise UserError(f"{folder}: contains {len(files)} GGUF files: name one of them")
-    return files[0]
+    return min(files)
 
 
 def check_backend() -> None:

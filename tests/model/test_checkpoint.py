@@ -155,7 +155,7 @@ def test_errors_of_files_without_weights(tmp_path: Path) -> None:
     """Damaged files are in `test_fuzzing`."""
     assert f"{SINGLE} is missing, and so is {INDEX}" in refused(tmp_path)
     (tmp_path / SINGLE).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
-    assert f"{SINGLE}: not a valid safetensors file" in refused(tmp_path)
+    assert f"{SINGLE}: a Git LFS pointer to the file: run `git lfs pull`" in refused(tmp_path)
     (tmp_path / SINGLE).unlink()
     (tmp_path / SINGLE).mkdir()
     assert f"{SINGLE}: not a regular file" in refused(tmp_path)
