@@ -4,6 +4,7 @@ import difflib
 import importlib.util
 import unicodedata
 from collections.abc import Sequence
+from typing import Any
 
 _LONGEST = 1500  # characters of a message: what is quoted in it may have any length
 
@@ -27,7 +28,7 @@ class Note(UserWarning):
     """Something that a user should know. Commands print it on standard error, in one line."""
 
 
-def check_range(name: str, value: int | None, least: int, most: int | None = None) -> None:
+def check_range(name: str, value: int | None, least: float, most: int | None = None) -> None:
     """Raises UserError if the number of an option or argument is less than `least` or more than
     `most`; None stands for an omitted one."""
     if value is not None and value < least:
@@ -57,8 +58,10 @@ def nearest(name: str, known: Sequence[str], otherwise: str | None = None) -> st
     return f" (known: {', '.join(known)})" if otherwise is None else otherwise
 
 
-def check_unicode(text: str, what: str) -> None:
-    """Raises UserError, which names `what`, if a text has surrogates."""
+def check_unicode(text: Any, what: str) -> None:
+    """Raises UserError, which names `what`, if a value is not a text or has surrogates."""
+    if not isinstance(text, str):
+        raise UserError(f"{what} must be a string, not {text!r}")
     try:
         text.encode()
     except UnicodeEncodeError as error:

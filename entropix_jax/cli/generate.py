@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from entropix_jax.engine.trace import TraceWriter
 
 
-_MAX_SAMPLES = 1024
 _REPORT_TOP = 5  # most likely tokens that a page shows
 
 
@@ -166,7 +165,7 @@ def _check(arguments: Arguments) -> None:
         raise UserError("--no-chat cannot be used with --messages, which is a chat")
     if arguments.messages is not None and arguments.text.system is not None:
         raise UserError("--system cannot be used with --messages: put it into the messages")
-    check_range("--samples", arguments.samples, 1, _MAX_SAMPLES)
+    check_range("--samples", arguments.samples, 1, 1024)  # see `results.MAX_SAMPLES`
     check_range("--trace-top", arguments.trace_top, 0)
     for name, file in (("--trace", arguments.trace), ("--report", arguments.report)):
         if file == "-":

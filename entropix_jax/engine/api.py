@@ -1,9 +1,9 @@
 """The public functions: generate, stream, score."""
 
-import operator
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from entropix_jax.engine.generation import Generation
@@ -13,15 +13,16 @@ from entropix_jax.engine.preparation import (
     calibrate_sampler,
     encode_prompt,
 )
-from entropix_jax.engine.results import Ask, Request, Retrieve, Rows
+from entropix_jax.engine.results import MAX_SAMPLES, Ask, Request, Retrieve, Rows
 from entropix_jax.engine.score import ScoredToken, score_tokens
 from entropix_jax.engine.state import Recording
-from entropix_jax.errors import check_range
+from entropix_jax.errors import UserError
+from entropix_jax.host.integers import check_integer
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
 
-AnySampler = CalibratedSampler | Sampler | str
+AnySampler = CalibratedSampler | Sampler | str | Path
 
 
 def generate(
@@ -48,7 +49,7 @@ def stream(
     seed: int = 0,
     chat: bool | None = None,
     system: str | None = None,
-    stop: str | Sequence[str] = (),
+    stop: str | Sequence[str] | None = (),
     ignore_eos: bool = False,
     escape_special: bool = False,
     recording: Recording | None = None,
@@ -74,10 +75,12 @@ def stream(
         recording: optional parts of each token's record.
         retrieve, ask: see `Request`.
 
-    TypeError if a number is not an integer, UserError if an input is invalid.
+    UserError if an input is invalid.
     """
-    samples = operator.index(samples)
-    check_range("samples", samples, 1)
+    samples = check_integer("samples", samples, 1, MAX_SAMPLES)
+    budget = check_integer("max_new_tokens", max_new_tokens, 1)
+    seed = check_integer("seed", seed)
+    stops: Any = () if stop is None else stop if isinstance(stop, list | tuple) else [stop]
     calibrated = _calibrated(sampler, model)
     seen: Counter[tuple[int, ...]] = Counter()
     requests = []
@@ -91,12 +94,11 @@ def stream(
             request = Request(
                 tokens,
                 calibrated,
-                # NumPy's integers are integers, too.
-                max_new_tokens=operator.index(max_new_tokens),
+                max_new_tokens=budget,
                 row_id=str(seen[tuple(tokens)] - 1),
-                seed=operator.index(seed),
+                seed=seed,
                 eos_ids=() if ignore_eos else model.end_ids(chat=as_chat),
-                stop=[stop] if isinstance(stop, str) else stop,
+                stop=stops,
                 retrieve=retrieve,
                 ask=ask,
             )
@@ -105,7 +107,8 @@ def stream(
 
 
 def _as_prompts(prompt: Any) -> list[Any]:
-    """Returns the prompts: a list of texts, or of conversations, is several."""
+    """Returns the prompts: a list or column of texts, or a list of conversations, is several."""
+    prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # of NumPy or pandas
     several = isinstance(prompt, list | tuple) and prompt and not isinstance(prompt[0], Mapping)
     return list(prompt) if several else [prompt]
 
@@ -122,19 +125,22 @@ def score(
 
     The regimes are the sampler's; for `context`, `recording` and errors see `score_tokens`.
     """
+    calibrated = _calibrated(sampler, model)
     tokens = model.tokenizer.encode(text, add_bos=True)
-    return score_tokens(
-        model, tokens, _calibrated(sampler, model), context=context, recording=recording
-    )
+    return score_tokens(model, tokens, calibrated, context=context, recording=recording)
 
 
-def _calibrated(sampler: AnySampler, model: LanguageModel) -> CalibratedSampler:
+def _calibrated(sampler: Any, model: Any) -> CalibratedSampler:
     """Resolves a sampler for the model and issues its notes as warnings, unless it is already
     resolved."""
+    if not isinstance(model, LanguageModel):
+        raise UserError(f"the model must be one that `load` returns, not {model!r}")
     if isinstance(sampler, CalibratedSampler):
         return sampler
-    if isinstance(sampler, str):
-        sampler = load_sampler(sampler)
+    if isinstance(sampler, str | Path):
+        sampler = load_sampler(str(sampler))
+    if not isinstance(sampler, Sampler):
+        raise UserError(f"no preset's name, file or Sampler: {sampler!r}")
     calibrated = calibrate_sampler(sampler, model)
     for note in calibrated.notes:
         warnings.warn(note, stacklevel=3)

@@ -36,6 +36,7 @@ from entropix_jax.engine.slots import (
     widen,
 )
 from entropix_jax.engine.state import STOPPED, DecodeState, Program, Recording, StepRecord
+from entropix_jax.host.integers import check_integer
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.model.mesh import DATA, check_mesh
 from entropix_jax.sampler.settings import MAX_WIDTH, Parts
@@ -97,8 +98,11 @@ class Engine:
                 programs are compiled, and parked if it outgrows them. The others continue. A row's
                 last digits then depend on the other rows.
 
-        UserError if slots cannot be split evenly over the model's mesh, or do not fit into memory.
+        UserError if slots or capacity are below 1, slots cannot be split evenly over the model's
+        mesh, or they do not fit into memory.
         """
+        slots = check_integer("slots", slots, 1)
+        capacity = check_integer("capacity", capacity, 1)
         if model.mesh is not None:
             check_mesh(model.mesh, model.config, slots)
         self.steps = 0

@@ -43,6 +43,13 @@ class CalibratedSampler:
     # one program.
     others: frozenset[str] = frozenset()
 
+    def __deepcopy__(self, memo: Any) -> "CalibratedSampler":
+        """Returns the sampler itself, which is immutable and holds functions without a name."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise UserError("rows cannot be pickled with their sampler: use save_trace or to_json")
+
     @property
     def name(self) -> str:
         """The preset's or file's name."""

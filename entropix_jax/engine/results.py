@@ -15,6 +15,7 @@ from entropix_jax.errors import UserError
 from entropix_jax.names import REGIMES
 from entropix_jax.sampler.mechanisms import ACTIONS
 
+MAX_SAMPLES = 1024  # rows of one prompt
 _REPR_TEXT = 50  # characters of a text
 _REPR_ROWS = 10
 

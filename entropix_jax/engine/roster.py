@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
-from entropix_jax.engine.results import Event, Request, Row
+from entropix_jax.engine.results import MAX_SAMPLES, Event, Request, Row
 from entropix_jax.engine.running import (
     NOTHING,
     Answer,
@@ -20,6 +20,7 @@ from entropix_jax.engine.running import (
     find_no_token,
 )
 from entropix_jax.errors import UserError, nearest
+from entropix_jax.host.integers import check_integer
 from entropix_jax.model.loading import LanguageModel
 
 
@@ -84,6 +85,7 @@ class Roster:
         self, row: Row, number: int, position: int | None, budget: int | None = None
     ) -> list[Row]:
         """Forks a row; see `Engine.fork`."""
+        number = check_integer("number", number, 1, MAX_SAMPLES)
         whole = row.request if budget is None else replace(row.request, max_new_tokens=budget)
         kept = self._kept(row, position, whole)
         forks = []

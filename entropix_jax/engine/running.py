@@ -1,6 +1,5 @@
 """One running row on the host: converts step outcomes to tokens, text, and a finish reason."""
 
-import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from entropix_jax.engine.state import (
 )
 from entropix_jax.engine.trace import BranchRecord, TokenRecord
 from entropix_jax.errors import UserError, check_range
+from entropix_jax.host.integers import as_integer
 from entropix_jax.model.finite import NOWHERE, describe
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.draw import row_key
@@ -63,10 +63,7 @@ class RunningRow:
         moved: bool = False,
     ) -> None:
         """`capacity` is the cache positions of the row; the `forced` tokens come next.
-
-        Raises:
-            UserError: see `check_request` and `check_place`.
-        """
+        UserError: see `check_request` and `check_place`."""
         self.row = row
         self.request = row.request
         self.budget = check_request(model, row.request, capacity)
@@ -119,10 +116,7 @@ class RunningRow:
 
     def arrival(self, mechanisms: tuple[Mechanism, ...], capacity: int) -> Arrival:
         """Returns the row as an `Arrival` for its slot, where its first `cached` tokens are cached.
-
-        Raises:
-            UserError: its sampler has other mechanisms.
-        """
+        UserError if its sampler has other mechanisms."""
         row, request, ids = self.row, self.request, [*self.ids, *self.forced.tokens]
         history = np.zeros(capacity, np.int32)
         history[: len(ids)] = ids
@@ -406,11 +400,8 @@ def _two_best(branches: Sequence[BranchRecord]) -> list[BranchRecord]:
 
 def check_place(row: Row, budget: int, position: int | None = None) -> int:
     """Returns the number of a row's tokens before the position where it continues, by default all.
-
-    Raises:
-        UserError: a position outside of the generated tokens or without budget; a text that a stop
-            string ended; or tokens whose state was not recorded.
-    """
+    UserError for a position outside of the generated tokens or without budget, a text that a stop
+    string ended, or tokens whose state was not recorded."""
     name, first = f"row '{row.request.row_id}'", len(row.request.prompt)
     end = first + len(row.tokens)
     kept = len(row.tokens) if position is None else position - first
@@ -429,15 +420,8 @@ def check_place(row: Row, budget: int, position: int | None = None) -> int:
 
 def find_no_token(model: LanguageModel, tokens: Sequence[Any]) -> Any:
     """Returns the first invalid token id; None if all are valid."""
-    size = model.config.vocab_size
-
-    def is_token(one: Any) -> bool:
-        try:
-            return 0 <= operator.index(one) < size
-        except TypeError:
-            return False
-
-    return next((one for one in tokens if not is_token(one)), None)
+    ids = range(model.config.vocab_size)
+    return next((i for i in tokens if isinstance(i, float) or as_integer(i) not in ids), None)
 
 
 def all_end_ids(model: LanguageModel, request: Request) -> tuple[int, ...]:
@@ -449,11 +433,8 @@ def all_end_ids(model: LanguageModel, request: Request) -> tuple[int, ...]:
 def check_request(model: LanguageModel, request: Request, capacity: int | None = None) -> int:
     """Checks a request and returns the number of tokens that it may generate: `max_new_tokens`,
     limited by the model's positions and by `capacity`, the cache positions of a row, if given.
-
-    Raises:
-        UserError: a prompt that is empty, too long or has an invalid token id, a sampler that is
-            not calibrated, a budget below one, or too many end tokens.
-    """
+    UserError for a prompt that is empty, too long or has an invalid token id, a sampler that is not
+    calibrated, a budget below one, or too many end tokens."""
     prompt, positions = len(request.prompt), model.config.max_positions
     if prompt == 0:
         raise UserError("the prompt is empty")
@@ -462,6 +443,8 @@ def check_request(model: LanguageModel, request: Request, capacity: int | None =
     if not isinstance(request.sampler, CalibratedSampler):
         raise UserError("the sampler is not calibrated: see entropix_jax.calibrate_sampler")
     check_range("max_new_tokens", request.max_new_tokens, 1)
+    if not all(isinstance(stop, str) and stop for stop in request.stop):
+        raise UserError("stop strings must not be empty")
     padded_ids(all_end_ids(model, request))
     room = positions if capacity is None else min(positions, capacity)
     if prompt >= room:

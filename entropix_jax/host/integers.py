@@ -1,5 +1,6 @@
 """Integers of files, requests and arguments: one rule for all of them."""
 
+import math
 import operator
 from typing import Any
 
@@ -17,7 +18,7 @@ def as_integer(value: Any) -> int | None:
         return None
 
 
-def check_integer(name: str, value: Any, least: int, most: int | None = None) -> int:
+def check_integer(name: str, value: Any, least: float = -math.inf, most: int | None = None) -> int:
     """Returns the integer of an argument. UserError if it is not an integer or out of range."""
     if (number := as_integer(value)) is None:
         raise UserError(f"{name} must be an integer, not {value!r}")

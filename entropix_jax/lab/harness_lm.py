@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
 _LOG = logging.getLogger(__name__)
-_ANY = 10**100  # more than any seed
 _AUTO_BATCH = 32  # texts whose log-likelihoods are computed in parallel
 _ARGUMENTS = (
     *("pretrained", "sampler", "sampler.KEY", "seed", "dtype", "batch_size"),
@@ -105,7 +104,7 @@ class EntropixLM(TemplateLM):  # type: ignore[misc] # the harness has no types
         auto = str(batch_size).partition(":")[0] == "auto"
         self._slots = None if auto else _parse_integer("batch_size", batch_size)
         self.max_gen_toks = _parse_integer("max_gen_toks", max_gen_toks)
-        self._seed = _parse_integer("seed", seed, -_ANY, _ANY)
+        self._seed = _parse_integer("seed", seed, -math.inf, None)
         chosen = load_sampler(str(sampler)).with_values(changes)
         self.model = load(None if pretrained is None else str(pretrained), dtype)
         positions = self.model.config.max_positions
@@ -294,7 +293,7 @@ class EntropixLM(TemplateLM):  # type: ignore[misc] # the harness has no types
             _LOG.warning(message)
 
 
-def _parse_integer(name: str, value: Any, least: int = 1, most: int = 2**31 - 1) -> int:
+def _parse_integer(name: str, value: Any, least: float = 1, most: int | None = 2**31 - 1) -> int:
     """Parses a model argument, which may be text."""
     is_text = isinstance(value, str) and re.fullmatch("-?[0-9]{1,100}", value)
     return check_integer(name, int(value) if is_text else value, least, most)

@@ -123,7 +123,7 @@ def open_model(path: Path) -> ModelFiles:
 
 
 def load(
-    model: str | None = None,
+    model: str | Path | None = None,
     dtype: str | None = None,
     mesh: Mesh | None = None,
     *,
@@ -193,11 +193,11 @@ def default_model() -> str:
     return TINY if _smollm2() is None else SMOLLM2
 
 
-def resolve_model(model: str | None) -> Path:
+def resolve_model(model: str | Path | None) -> Path:
     """Returns the folder or GGUF file of a model: "smollm2", "tiny", an existing folder or GGUF
     file, or the snapshot of a hub id; None is `default_model`. A folder with a GGUF file and no
     configuration stands for that file."""
-    model = default_model() if model is None else model
+    model = default_model() if model is None else str(model)
     if model == TINY:
         return resource_folder("weights") / TINY
     if model == SMOLLM2:

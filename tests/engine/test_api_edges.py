@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 import entropix_jax
@@ -16,6 +18,7 @@ from entropix_jax import Recording, UserError
 from entropix_jax.engine.preparation import encode_prompt
 from entropix_jax.engine.results import Rows
 from entropix_jax.host import memory as free_memory
+from entropix_jax.host.resources import resource_folder
 from entropix_jax.lab.tasks.registry import find_task
 from entropix_jax.model.loading import LanguageModel
 from tests.support.runs import Spec, run_specs
@@ -67,6 +70,9 @@ def split_of(name: str) -> Any:
 
 CONVERSATION = [{"role": "user", "content": "?"}]
 GREEDY = entropix_jax.load_sampler("greedy")
+TINY: Any = "tiny"  # a name in place of the model
+FIVE: Any = 5
+CONFIGS = resource_folder("configs")
 BANNED = GREEDY.with_values({"draw.bans": [2**30]})
 RAISED = GREEDY.with_values({"draw.bias": [[5, 1.0], [2**30, 1.0]]})
 
@@ -89,6 +95,16 @@ CAUSES: list[tuple[Callable[[Place], Any], str]] = [
     (lambda at: at.stream(""), "the prompt is empty"),
     (lambda at: at.stream([]), "messages must be a non-empty list"),
     (lambda at: at.stream("Once", samples=0), "samples must be at least 1, not 0"),
+    (lambda at: at.stream("Once", samples=1025), "samples must be at most 1024, not 1025"),
+    (lambda at: at.stream("Once", max_new_tokens="4"), "must be an integer, not '4'"),
+    (lambda at: at.stream("Once", seed=None), "seed must be an integer, not None"),
+    (lambda at: at.stream("Once", stop=5), "stop strings must not be empty"),
+    (lambda at: at.stream("Once", {}), "no preset's name, file or Sampler: {}"),
+    (lambda at: entropix_jax.generate(TINY, "Once"), "the model must be one that `load`"),
+    (lambda at: entropix_jax.score(at.model, FIVE), "text must be a string, not 5"),
+    (lambda at: entropix_jax.load(at.folder / "none"), "no such model: '/"),
+    (lambda at: entropix_jax.Engine(at.model, slots=0, capacity=1), "slots must be at least"),
+    (lambda at: pickle.dumps(at.rows()), "rows cannot be pickled with their sampler"),
     (lambda at: at.stream("Once", max_new_tokens=0), "must be at least 1, not 0"),
     (lambda at: at.stream(CONVERSATION, chat=False), "a conversation needs a chat"),
     (lambda at: encode_prompt(at.model, "A", chat=False, system="B"), "message needs a chat"),
@@ -116,6 +132,12 @@ def test_misuse_raises_type_errors(tiny: LanguageModel) -> None:
     wrong: Any = {"max_tokens": 1}
     with pytest.raises(TypeError, match="max_tokens"):
         entropix_jax.stream(tiny, "x", **wrong)
-    wrong = {"seed": 1.0}
-    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
-        entropix_jax.stream(tiny, "x", **wrong)
+
+
+def test_what_is_converted_and_copied(tiny: LanguageModel) -> None:
+    prompts: Any = np.array(["Once", "Twice"])
+    options: Any = {"samples": 1.0, "max_new_tokens": np.int64(3), "stop": None}
+    run = entropix_jax.stream(tiny, prompts, CONFIGS / "greedy.toml", **options)
+    assert [row.request.max_new_tokens for row in run.rows] == [3, 3]
+    copied = [row.request.prompt for row in copy.deepcopy(run.rows)]
+    assert copied == [row.request.prompt for row in run.rows]
