@@ -213,8 +213,8 @@ def _parse_record(fields: Mapping[str, Any], line: int, record_id: str, digest: 
     for name, number in numbers.items():
         least = _INTEGERS[name]
         if number is None or (least and number < 1):
-            told = f"must be an integer{least}, not {_shorten(fields[name])}"
-            raise _InvalidRecord(f"'{name}' {told}")
+            problem = f"must be an integer{least}, not {_shorten(fields[name])}"
+            raise _InvalidRecord(f"'{name}' {problem}")
     messages = fields.get("messages")
     if not isinstance(messages, list | None):
         raise _InvalidRecord(f"'messages' must be a list, not {_shorten(messages)}")

@@ -416,10 +416,10 @@ class Row(RowState):
         for line in self.lines[: self.request["moves"][0]["kept"]]:
             if (entry := last.get(line["position"])) is None:
                 raise Doubt(line, "fork", "position", line["position"], None)
-            told, other = ({**one.record, "row": 0, "type": ""} for one in (line, entry.line))
-            names = [name for name in {**told, **other} if told.get(name) != other.get(name)]
+            record, other = ({**one.record, "row": 0, "type": ""} for one in (line, entry.line))
+            names = [name for name in {**record, **other} if record.get(name) != other.get(name)]
             if names:
-                raise Doubt(line, "fork", names[0], told.get(names[0]), other.get(names[0]))
+                raise Doubt(line, "fork", names[0], record.get(names[0]), other.get(names[0]))
             self.add(replace(entry, line=line))
 
     def move(self, move: Mapping[str, Any]) -> None:
@@ -438,22 +438,24 @@ class Row(RowState):
     def fork(self, plan: Plan, seen: Seen) -> None:
         """Replays the branches of a fork, and commits the best one."""
         line, v, before = self.lines[self.at], self.v, self.tally.copy()
-        told = line["branches"]
-        self.check_candidates(line, plan, seen, [branch["tokens"][0] for branch in told])
+        branches = line["branches"]
+        self.check_candidates(line, plan, seen, [branch["tokens"][0] for branch in branches])
         self.advance(self.tally, seen, plan.regime)
         afters = [self.tally.copy()]
-        scores = [-math.inf if one["score"] is None else np.float32(one["score"]) for one in told]
-        order = sorted(range(len(told)), key=lambda index: -scores[index])
-        is_close = len(told) > 1 and scores[order[1]] > -math.inf
+        scores = [
+            -math.inf if one["score"] is None else np.float32(one["score"]) for one in branches
+        ]
+        order = sorted(range(len(branches)), key=lambda index: -scores[index])
+        is_close = len(branches) > 1 and scores[order[1]] > -math.inf
         is_close = is_close and scores[order[0]] - scores[order[1]] < np.float32(v["branch.margin"])
         is_asked = is_close and self.request["ask"]
-        texts = {told[index]["text"] for index in order[:2]}
-        chosen = [index for index, branch in enumerate(told) if branch["chosen"]]
+        texts = {branches[index]["text"] for index in order[:2]}
+        chosen = [index for index, branch in enumerate(branches) if branch["chosen"]]
         allowed = order[: 2 if is_asked and len(texts) == 2 else 1]
         if len(chosen) != 1 or chosen[0] not in allowed:
             raise Doubt(line, "fork", "chosen", chosen, allowed[0])
         ends = []
-        for index, branch in enumerate(told):
+        for index, branch in enumerate(branches):
             is_whole = v["branch.commit_all"] and branch["chosen"] and not is_asked
             score, end = self.grow(index, branch, plan, seen, line, is_whole)
             if not self.same(branch["score"], score):
@@ -461,11 +463,11 @@ class Row(RowState):
             if branch["text"] != (text := self.model.decode(branch["tokens"])):
                 raise Doubt(line, "fork", f"branches[{index}].text", branch["text"], text)
             ends.append(end)
-        evaluated = sum(len(branch["tokens"]) for branch in told)
+        evaluated = sum(len(branch["tokens"]) for branch in branches)
         self.forwards += evaluated
         self.rewindable, self.again, self.bans = 0, None, []
-        tokens = told[chosen[0]]["tokens"]
-        extra = {"branches": told, "ambiguous": bool(is_close) and len(texts) == 2}
+        tokens = branches[chosen[0]]["tokens"]
+        extra = {"branches": branches, "ambiguous": bool(is_close) and len(texts) == 2}
         whole = v["branch.commit_all"] or len(tokens) == 1
         tallies, rest = ends[chosen[0]]
         self.tally = [*afters, *tallies][-1].copy() if whole and not is_asked else before.copy()

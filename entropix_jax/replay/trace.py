@@ -85,11 +85,11 @@ def read_trace(path: Path) -> Trace:
     for row in footer["rows"]:
         where, request = f"{path}: line {number}: row {row['row']}", row.get("request")
         if not fits(request, _REQUEST):
-            told = "its request is missing, as in traces of earlier versions, or malformed"
-            raise UserError(f"{where}: {told}: {_UNVERIFIED}")
+            problem = "its request is missing, as in traces of earlier versions, or malformed"
+            raise UserError(f"{where}: {problem}: {_UNVERIFIED}")
         if request["source"] and request["source"][0] not in [r["row"] for r in footer["rows"]]:
-            told = "it continues a row that is not in the trace"
-            raise UserError(f"{where}: {told}: {_UNVERIFIED}")
+            problem = "it continues a row that is not in the trace"
+            raise UserError(f"{where}: {problem}: {_UNVERIFIED}")
     if not {*rows} <= {row["row"] for row in footer["rows"]}:
         raise UserError(f"{path}: line {number}: the footer lacks a row")
     _check_settings(path, header["sampler_parameters"])
@@ -102,15 +102,15 @@ def _check_settings(path: Path, v: Mapping[str, Any]) -> None:
     own += [key for key in v if key.startswith("arms.") and v[key] not in [*ARMS]]
     own += [key for key in ("truncation.rule",) if v.get(key) not in [*RULES]]
     if own:
-        told = "belongs to a mechanism of a plugin, which cannot be verified"
-        raise UserError(f"{path}: line 1: the setting {own[0]} {told}")
+        problem = "belongs to a mechanism of a plugin, which cannot be verified"
+        raise UserError(f"{path}: line 1: the setting {own[0]} {problem}")
     bounds = [key for key in v if key.startswith(("regimes.", "thresholds."))]
     if open_ := [key for key in bounds if "%" in str(v[key])]:
-        told = f"{open_[0]} is a percentile, not a number"
-        raise UserError(f"{path}: line 1: {told}: {_UNVERIFIED}")
+        problem = f"{open_[0]} is a percentile, not a number"
+        raise UserError(f"{path}: line 1: {problem}: {_UNVERIFIED}")
     if v.get("surrogate.varentropy") != "measured":
-        told = "surrogate.varentropy needs tables that a trace does not have"
-        raise UserError(f"{path}: line 1: {told}: {_UNVERIFIED}")
+        problem = "surrogate.varentropy needs tables that a trace does not have"
+        raise UserError(f"{path}: line 1: {problem}: {_UNVERIFIED}")
 
 
 def replay(trace: Trace, model: Model) -> Replay:
