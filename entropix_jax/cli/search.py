@@ -29,7 +29,8 @@ def run_search(
 ) -> int:
     """Runs a search, prints the chosen text and the tree of continuations, and returns the exit
     status."""
-    from entropix_jax.engine.search import last_answer, search
+    from entropix_jax.engine.search import search
+    from entropix_jax.text.numbers import last_answer
 
     engines: list[Engine] = []
 

@@ -7,7 +7,6 @@ a search, although rows run ahead of each other.
 """
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -25,7 +24,6 @@ from entropix_jax.model.loading import LanguageModel
 MOST_FORKS = 32  # continuations of a prompt
 
 _FORCED = ("inject", "think_end", "budget_forcing")  # actions of tokens that no model chose
-_NUMBER = re.compile(r"(?<![\w.])-?\d+(?:[.,]\d+)*")
 
 Extract = Callable[[str], str | None]  # the answer in a text
 
@@ -78,15 +76,6 @@ class Method:
 
 VOTES = ("vote", "weighted")  # choices that count answers
 SINGLE = Method("single", choice="first")
-
-
-def last_answer(text: str) -> str | None:
-    """Returns the last number of a text, else its last line, in lower case and without a full stop.
-    None for an empty text."""
-    if numbers := _NUMBER.findall(text):
-        return str(numbers[-1]).replace(",", "")
-    lines = [line.strip().rstrip(".").lower() for line in text.splitlines()]
-    return next(filter(None, reversed(lines)), None)
 
 
 def recording_for(method: Method, forks: int, *, check: bool = False) -> Recording:

@@ -13,9 +13,10 @@ from typing import Any
 
 from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.results import Event, Piece, Row
-from entropix_jax.engine.search import Outcome, Search, last_answer
+from entropix_jax.engine.search import Outcome, Search
 from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.serve.schema import try_again
+from entropix_jax.text.numbers import last_answer
 
 _LOG = logging.getLogger(__name__)
 

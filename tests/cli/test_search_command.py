@@ -7,7 +7,7 @@ import json
 import pytest
 
 from entropix_jax.engine.methods import METHODS
-from entropix_jax.engine.search import last_answer
+from entropix_jax.text.numbers import last_answer
 from tests.support.commands import one_error, run_command
 
 PROMPT = "Mia has 12 apples and buys 7. How many apples does Mia have?"
@@ -50,6 +50,9 @@ def test_every_method_ends_with_a_text(name: str, vote: tuple[str, ...]) -> None
 def test_last_answer() -> None:
     texts = {
         "1,250 or 7.": "7",
+        "7.0": "7",
+        "about 1,250 m2": "1250",
+        "#### 5\nI hope these 3 steps help.": "5",
         "pages 3-7": "7",
         "It is Rome.\n": "it is rome",
         "is it -3.5": "-3.5",

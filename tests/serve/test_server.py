@@ -19,7 +19,7 @@ from entropix_jax.engine.methods import find_method
 from entropix_jax.engine.prefill import prefill
 from entropix_jax.engine.preparation import encode_prompt
 from entropix_jax.engine.results import Row
-from entropix_jax.engine.search import Outcome, last_answer, run_searches
+from entropix_jax.engine.search import Outcome, run_searches
 from entropix_jax.engine.slots import insert, share_prefix
 from entropix_jax.engine.state import Recording
 from entropix_jax.model.loading import LanguageModel
@@ -27,6 +27,7 @@ from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.serve.request import ServedModel
 from entropix_jax.serve.warm_up import _batches
+from entropix_jax.text.numbers import last_answer
 from tests.support.runs import Spec, requests
 from tests.support.samplers import LITERAL
 from tests.support.servers import CONTEXT, Running, make_engine, wait_until

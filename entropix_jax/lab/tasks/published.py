@@ -16,13 +16,11 @@ from entropix_jax.lab.tasks.files import JsonTask
 from entropix_jax.lab.tasks.reading import (
     contains_words,
     first_sentence,
-    marked_number,
     normalize_answer,
-    read_number,
     read_words,
-    write_number,
 )
 from entropix_jax.lab.tasks.task import Item, Prompt
+from entropix_jax.text.numbers import marked_number, read_number, write_number
 
 EXEMPLARS = Path(__file__).with_name("gsm8k_exemplars.jsonl")
 # In lower case, as in the data, which has no question marks.
