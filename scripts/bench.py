@@ -57,6 +57,7 @@ from entropix_jax.engine.slots import Layout, empty_slots
 from entropix_jax.engine.state import RUNNING, DecodeState, Program
 from entropix_jax.errors import UserError
 from entropix_jax.host.compile_cache import use_compilation_cache
+from entropix_jax.host.heap import reuse_memory
 from entropix_jax.model.cache import KVCache, cache_dtype, init_cache
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.linear import Weight, arranged, quantized
@@ -481,6 +482,7 @@ def main() -> int:
         compare_trees(args.tree, sys.argv[sys.argv.index(args.kind) :], figures)
     else:
         if args.kind != "start":
+            reuse_memory()
             use_compilation_cache()
         if args.kind in ("step", "prefill"):
             figures.machine = describe_machine()
@@ -490,8 +492,8 @@ def main() -> int:
             measure(args, figures, Path(scratch))
     figures.print_table()
     if args.json:
-        found = {"machine": figures.machine, "rows": figures.rows}
-        args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        text = json.dumps({"machine": figures.machine, "rows": figures.rows}, indent=2)
+        args.json.write_text(text, encoding="utf-8")
     return EXIT_OK
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gc
+import platform
+import subprocess
+import sys
 from pathlib import Path
+from textwrap import dedent
 from types import SimpleNamespace
 from typing import Any
 
@@ -168,3 +172,25 @@ def test_memory_limits_of_control_groups(tmp_path: Path) -> None:
     assert free("0::/not/seen/from/here") == [100]
     assert (free("4:memory:/docker"), free("3:cpuset:/docker")) == ([0], [])
     assert free_memory._free_of_groups(tmp_path / "none", tmp_path / "fs") == []
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is an option of glibc")
+def test_freed_memory_is_reused() -> None:
+    """Large arrays are allocated again without new pages."""
+    program = """
+        import resource
+        import numpy as np
+        from entropix_jax.host.heap import reuse_memory
+
+        def faults():
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+        reuse_memory()
+        np.ones(1 << 24, np.uint8)
+        before = faults()
+        for _ in range(20):
+            np.ones(1 << 24, np.uint8)
+        print(faults() - before)
+    """
+    command = [sys.executable, "-c", dedent(program)]
+    assert int(subprocess.check_output(command, text=True)) < 20
