@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Mapping, Sequence
+import time
+import tracemalloc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import hypothesis
@@ -23,13 +26,17 @@ from entropix_jax.cli.generate import Arguments, _read_prompt
 from entropix_jax.errors import UserError
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.lab.sweep import read_sweep
+from entropix_jax.model.checkpoint import read_params
 from entropix_jax.model.config_file import load_eos_ids, load_model_config, parse_model_config
+from entropix_jax.model.gguf import open_gguf
 from entropix_jax.model.params import param_specs
 from entropix_jax.report.page import run_page
 from entropix_jax.sampler.calibration import read_calibration
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
-from entropix_jax.text.tokenizer import load_tokenizer
+from entropix_jax.text.tokenizer import Tokenizer, load_tokenizer
+from tests.conftest import TIMES
+from tests.model.test_gguf import FAMILIES, write
 from tests.support.models import load_params
 from tests.support.properties import examples
 from tests.support.reports import footer, header, lines_of, run_of
@@ -42,7 +49,7 @@ from tests.support.tokenizers import byte_fallback
 @dataclass(frozen=True)
 class Surface:
     read: Callable[[Path], object]
-    valid: Sequence[bytes]
+    valid: Sequence[bytes] | Callable[[], Iterable[bytes]]
     beside: Mapping[str, bytes] = field(default_factory=dict)
 
 
@@ -80,7 +87,10 @@ FALLBACK = {"tokenizer.json": byte_fallback().to_str().encode()}
 
 
 def read_tokenizer(path: Path) -> None:
-    tokenizer = load_tokenizer(path.parent)
+    check_texts(load_tokenizer(path.parent))
+
+
+def check_texts(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("Grüße, 東京 👍🏽\n\n  the the   <|eot_id|> \0 12345 ", add_bos=True)
     assert all(0 <= i < tokenizer.vocab_size for i in ids)
     tokenizer.decode([*ids, *range(300), 2**31, 2**40], skip_special=False).encode()
@@ -88,6 +98,18 @@ def read_tokenizer(path: Path) -> None:
 
 def read_chat(path: Path) -> object:
     return load_tokenizer(path.parent).apply_chat(_read_prompt(Arguments(messages=str(path))))
+
+
+def read_gguf(path: Path) -> None:
+    file = open_gguf(path)
+    read_params(file.tensors, file.config, "float32")
+    check_texts(file.tokenizer())
+
+
+def gguf_files() -> Iterator[bytes]:
+    with TemporaryDirectory() as folder:
+        for family in FAMILIES:
+            yield write(Path(folder, "a.gguf"), family).read_bytes()
 
 
 CONFIGS = resource_folder("configs")
@@ -162,6 +184,7 @@ SURFACES = {
         encoded({"metadata": {"total_size": 1}, "weight_map": SHARDS}),
         {f: save({k: v for k, v in TENSORS.items() if SHARDS[k] == f}) for f in SHARDS.values()},
     ),
+    "model.gguf": Surface(read_gguf, gguf_files),
     "tokenizer.json": Surface(read_tokenizer, [*FALLBACK.values()]),
     "tokenizer_config.json": Surface(
         read_tokenizer,
@@ -315,7 +338,35 @@ def damaged_toml(draw: Any, data: bytes) -> bytes:
     return "\n".join(rows).encode()
 
 
+GGUF_KEYS = [
+    *(f"general.{name}" for name in ("architecture", "type", "alignment")),
+    *(f".{name}" for name in ("embedding_length", "block_count", "vocab_size", "rope.freq_base")),
+    *(f".attention.{name}" for name in ("head_count", "head_count_kv", "key_length")),
+    *(f".rope.scaling.{name}" for name in ("type", "factor")),
+    *(f"tokenizer.ggml.{name}" for name in ("model", "pre", "tokens", "token_type", "merges")),
+    *(f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "unknown")),
+    *("tokenizer.ggml.add_bos_token", "tokenizer.chat_template", "split.count"),
+]
+GGUF_VALUES = [
+    *(..., 0, 1, -1, 7, 2**31 - 1, -(2**31), 1e30, -0.5, float("nan"), True, False),
+    *("", "llama", "qwen2", "gpt2", "linear", "x" * 70_000, "{{ 1 / 0 }}", "\0"),
+    *([1], [-1] * 400, [2.5] * 400, ["a"], ["a"] * 400, ["a b"] * 9, ["a", "b c d"]),
+]
+
+
+@st.composite
+def damaged_gguf(draw: Any, data: bytes) -> bytes:
+    """Draws a file with some metadata replaced or removed."""
+    changes = draw(
+        st.dictionaries(st.sampled_from(GGUF_KEYS), st.sampled_from(GGUF_VALUES), max_size=3)
+    )
+    family = draw(st.sampled_from([*FAMILIES]))
+    with TemporaryDirectory() as folder:
+        return write(Path(folder, "a.gguf"), family, changes).read_bytes()
+
+
 DAMAGED: dict[str, Any] = {".json": damaged_json, ".jsonl": damaged_lines, ".toml": damaged_toml}
+DAMAGED[".gguf"] = damaged_gguf
 # Contents that are difficult for readers of any format.
 HOSTILE = (
     *(b"", b"\0", b"\xef\xbb\xbf", b"\xff\xfe{\0}\0", b"[]", b"{}", b"null", b"1", b'"a"', b"[[]]"),
@@ -324,31 +375,50 @@ HOSTILE = (
 )
 
 
+SECONDS, MEMORY = 10, 64 << 20  # bytes, in addition to four times the size of the file
+
+
 def refused(path: Path, read: Callable[[Path], object], data: bytes) -> bool:
     path.write_bytes(data)
+    tracemalloc.reset_peak()
+    before, started = tracemalloc.get_traced_memory()[0], time.monotonic()
     try:
         read(path)
     except UserError as error:
         check_line(error)
         return True
+    finally:
+        assert time.monotonic() - started < SECONDS
+        assert tracemalloc.get_traced_memory()[1] - before < 4 * len(data) + MEMORY
     return False
 
 
+@pytest.fixture
+def traced_memory() -> Iterator[None]:
+    """Traces memory in a thorough run, which takes three times as long."""
+    if TIMES:
+        tracemalloc.start()
+    yield
+    tracemalloc.stop()
+
+
+@pytest.mark.usefixtures("traced_memory")
 @pytest.mark.parametrize("name", SURFACES)
 def test_each_file_gives_a_result_or_a_one_line_error(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("entropix_jax.report.page.plotly_source", bytes)
     surface, path = SURFACES[name], tmp_path / name
+    valid = [*(surface.valid() if callable(surface.valid) else surface.valid)]
     for beside, data in surface.beside.items():
         (tmp_path / beside).write_bytes(data)
-    marks = [b""] if path.suffix in (".safetensors", ".model") else [b"", b"\xef\xbb\xbf"]
-    assert not any(refused(path, surface.read, m + data) for data in surface.valid for m in marks)
+    marks = [b""] if path.suffix in (".safetensors", ".gguf", ".model") else [b"", b"\xef\xbb\xbf"]
+    assert not any(refused(path, surface.read, m + data) for data in valid for m in marks)
     for data in HOSTILE:
         refused(path, surface.read, data)
-    strategies = st.sampled_from(surface.valid).flatmap(damaged_bytes)
+    strategies = st.sampled_from(valid).flatmap(damaged_bytes)
     if path.suffix in DAMAGED:
-        strategies |= st.sampled_from(surface.valid).flatmap(DAMAGED[path.suffix])
+        strategies |= st.sampled_from(valid).flatmap(DAMAGED[path.suffix])
     outcomes = []
 
     @examples(100)

@@ -4,7 +4,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from entropix_jax.serve.schema import (
     MAX_TOP,
@@ -32,7 +32,7 @@ _REPEATED: dict[str, Any] = {
 }
 _SAME = {"model", "stream", "temperature", "top_p", "top_logprobs", "seed"}  # keys of a chat
 _REFUSED = ("previous_response_id", "conversation", "prompt", "background")
-_HINTS = {"include", "reasoning", "text", "truncation", "max_tool_calls"}
+_HINTS = {"include", "reasoning", "truncation", "max_tool_calls"}
 
 
 def _as_messages(value: Any) -> list[dict[str, Any]]:
@@ -48,6 +48,16 @@ def _as_messages(value: Any) -> list[dict[str, Any]]:
     return [{"role": item.get("role"), "content": item.get("content")} for item in value]
 
 
+class _Format(BaseModel):
+    """The form of an answer. Other keys are ignored."""
+
+    type: str = "text"
+
+
+class _Text(BaseModel):
+    format: _Format = _Format()
+
+
 class Responses(Body):
     """The body of a request. Nothing is stored, so it cannot name an earlier response."""
 
@@ -61,6 +71,7 @@ class Responses(Body):
     top_p: float | None = Field(None, ge=0, le=1)
     top_logprobs: Integer | None = Field(None, ge=0, le=MAX_TOP)
     seed: Seed = None
+    text: _Text = _Text()
 
     def to_chat(self) -> Chat:
         """Returns the request as a chat.
@@ -72,8 +83,7 @@ class Responses(Body):
         for key in _REFUSED:
             if extra.get(key):
                 raise unsupported(key)
-        kind = (extra.get("text") or {}).get("format", {}).get("type", "text")
-        if kind != "text":
+        if (kind := self.text.format.type) != "text":
             message = f"text.format: type {kind!r} is not supported by this server, only 'text'"
             raise unsupported("text.format", message)
         first = [{"role": "system", "content": self.instructions}] if self.instructions else []

@@ -294,7 +294,7 @@ def parse_values(kind: type[AnyBody], values: dict[str, Any]) -> AnyBody:
         where = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
             raise unsupported(where) from None
-        message = first["msg"].removeprefix("Value error, ")
+        message = first["msg"].removeprefix("Value error, ").partition(" or instance of ")[0]
         raise ApiError(f"{where}: {message}", param=str(first["loc"][0])) from None
     for key in (body.model_extra or {}).keys() & _MEANINGFUL.keys():
         if values[key] not in (allowed := _MEANINGFUL[key]):

@@ -11,19 +11,20 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from entropix_jax.engine.methods import METHODS
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.serve.guard import read_keys, read_origin
-from entropix_jax.serve.request import Prompt, choose_method, completion_request
+from entropix_jax.serve.request import Prompt, chat_request, choose_method, completion_request
 from entropix_jax.serve.responses import Responses
 from entropix_jax.serve.schema import ApiError, Body, Chat, Completion, Score, parse
 from entropix_jax.serve.wire import MAX_BYTES
 from entropix_jax.text.tokenizer import load_tokenizer
-from tests.support.servers import CONTEXT, TOP, fake_server, serve
+from tests.support.properties import examples
+from tests.support.servers import CONTEXT, SLOTS, TOP, fake_server, serve
 from tests.support.tokenizers import byte_fallback, save
 
 Ask = Callable[..., httpx.Response]
@@ -223,6 +224,7 @@ def test_errors_contain_unsupported_keys(ask: Ask, path: str, name: str, value: 
         (CHATS, {"chat_template_kwargs": {"messages": []}}, "variable 'messages' cannot be set"),
         (RESPONSES, {"input": 5}, "input: must be a text or a list of messages"),
         (RESPONSES, {"input": [{"type": "function_call"}]}, "input: item 0 of type 'func"),
+        (RESPONSES, {"text": 1}, "text: Input should be a valid dictionary"),
         (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format: type"),
         (CHATS, {"top_logprobs": 2}, "top_logprobs requires logprobs"),
         (TEXT, {"n": 2, "entropix": {"id": "a"}}, "entropix.id requires a request of one row"),
@@ -335,26 +337,38 @@ NAMES = [
 ]
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     path=st.sampled_from([*PATHS]),
     base=st.booleans(),
     change=st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=5), VALUES, max_size=3),
     cut=st.integers(0, 3),
 )
-def test_random_bodies(path: str, base: bool, change: dict[str, Any], cut: int) -> None:
+def test_random_bodies(
+    tiny: LanguageModel, path: str, base: bool, change: dict[str, Any], cut: int
+) -> None:
     """Each body is accepted, or rejected with a one-line error."""
     kinds: dict[str, type[Body]] = {TEXT: Completion, CHATS: Chat}
     kinds |= {SCORES: Score, RESPONSES: Responses}
     raw = json.dumps((PATHS[path] if base else {}) | change).encode()
     try:
-        parse(kinds[path], raw[: len(raw) - cut])
+        body = parse(kinds[path], raw[: len(raw) - cut])
+        common = body.to_chat() if isinstance(body, Responses) else body
+        served = serve(tiny)
+        served.check_name(common)
+        if isinstance(common, Completion | Chat) and common.rows <= SLOTS:
+            choose_method(served, common, slots=SLOTS, keeps=True)
+            if isinstance(common, Chat):
+                chat_request(served, common)
+            else:
+                completion_request(served, common)
     except ApiError as refusal:
         error = refusal
     else:
         return
     told = error.to_json()["error"]
-    assert (error.status, told["type"]) == (400, "invalid_request_error")
+    assert error.status == (404 if told["code"] == "model_not_found" else 400)
+    assert told["type"] == "invalid_request_error"
     assert "\n" not in told["message"]
 
 
