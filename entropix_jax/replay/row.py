@@ -99,7 +99,8 @@ class Row(RowState):
         """Measures the distribution after some tokens, and compares a line with it. Returns None
         if a logit is NaN or infinite."""
         if ahead is None:
-            ahead = [e["token_id"] for e in self.lines[self.at :] if e["type"] == "token"]
+            following = enumerate(self.lines[self.at : self.at + LOOK_AHEAD], len(tokens))
+            ahead = [line["token_id"] for at, line in following if line["position"] == at]
         reading, v = self.read(tokens, ahead, branch >= 0), self.v
         if not np.isfinite(reading.logits).all():
             return None
