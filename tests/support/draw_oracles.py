@@ -190,9 +190,16 @@ class KeptTokens:
         """Raises AssertionError if `left`, bool [V], is not a valid kept set, or if `ids` are not
         the tokens for `uniforms`."""
         left = np.asarray(left)
-        assert np.all(self.fewest <= left)
-        assert np.all(left <= self.most)
-        if self.rule != "typical":  # the most likely tokens, of equal ones those of low ids
+        if self.rule == "typical":  # tokens at equal distances may be in either order
+            log_probs = formulas.log_softmax(self.gaps)
+            distance = np.abs(log_probs + formulas.entropies(log_probs)[0] * formulas.LN2)
+            assert self.fewest.sum() <= left.sum() <= self.most.sum()
+            nearest = distance[~left].min(initial=np.inf)
+            assert distance[left].max() <= nearest + 2 * TOLERANCE
+        else:
+            assert np.all(self.fewest <= left)
+            assert np.all(left <= self.most)
+            # The most likely tokens, of equal ones those of low ids.
             order = np.argsort(-self.gaps, kind="stable")
             assert np.all(left[order[: np.count_nonzero(left)]])
         assert np.all(left[ids])
