@@ -17,9 +17,11 @@ from entropix_jax.replay.threefry import Key, uniforms
 
 Settings = Mapping[str, Any]
 Metrics = Mapping[str, float]
+Logits = np.ndarray
 
 LN2 = math.log(2.0)
 LONGEST_MATCH, LOOP_WINDOW, ZIPF_TOKENS = 64, 256, 100
+FARTHEST = 1e15  # nats between logits, so that squares stay within float32
 PARAMETERS = ("temperature", "top_k", "top_p", "min_p")
 
 
@@ -153,6 +155,19 @@ def count_rounds(v: Settings, tokens: Sequence[int], generated: int) -> int:
 
 
 # Arms
+
+
+def as_configured(
+    v: Settings, metrics: Metrics, bounds: Sequence[float], vocab_size: int
+) -> dict[str, float]:
+    """Returns the metrics as the arms read them, with the thresholds h2 and u2."""
+    entropy = {"normalised": "attn_entropy_norm", "raw": "attn_entropy"}[v["metrics.attn_entropy"]]
+    agreement = {"published": "agreement_published", "corrected": "agreement"}
+    own = {
+        "attn_entropy": metrics[entropy],
+        "agreement": metrics[agreement[v["metrics.agreement"]]],
+    }
+    return {**metrics, **own, "h2": float(bounds[1]), "u2": float(bounds[3]), "vocab": vocab_size}
 
 
 def draw(v: Settings, action: str, **changes: Any) -> Proposal:
@@ -361,66 +376,64 @@ def kept(changed: np.ndarray, before: np.ndarray) -> np.ndarray:
 
 def nucleus(z: np.ndarray, place: Place, p: Proposal, slack: float) -> np.ndarray:
     """min-p (Nguyen et al. 2024), top-k (Fan et al. 2018), top-p (Holtzman et al. 2020)."""
-    mass = np.where(np.exp(z) >= p.min_p * (1 + slack), np.exp(z), 0.0)
-    order: np.ndarray = np.argsort(-z, kind="stable")[: max(int(np.count_nonzero(mass)), 1)]
+    passes = (np.exp(z) >= p.min_p * (1 + slack)) & (z > -np.inf)
+    mass = np.where(passes, np.exp(z), 0.0)
+    order: np.ndarray = np.argsort(-z, kind="stable")[: max(int(np.count_nonzero(passes)), 1)]
     order = order[: p.top_k[0]] if p.top_k[0] > 0 else order
     before = np.cumsum(mass[order]) - mass[order]
-    enough = (p.top_p + slack) * float(mass[order].sum()) if p.top_p < 1 else math.inf
+    enough = (p.top_p - slack) * float(mass[order].sum()) if p.top_p < 1 else math.inf
     return order[: max(int(np.count_nonzero(before < enough)), 1)]
 
 
 def top_n_sigma(z: np.ndarray, place: Place, p: Proposal, slack: float) -> np.ndarray:
     """Logits within n standard deviations of the highest (Tang et al. 2024)."""
-    sigma = float(np.std(z[z > -np.inf]))
-    return np.asarray(z >= -place.v["top_n_sigma.sigmas"] * sigma * (1 - slack))
+    near = np.maximum(z, -FARTHEST)
+    sigma, width = float(np.std(near[z > -np.inf])), float(-near[z > -np.inf].min())
+    bound = -place.v["top_n_sigma.sigmas"] * sigma + 0.1 * slack * width
+    return np.asarray((near >= bound) & (z > -np.inf) | (z == 0))
 
 
 def typical(z: np.ndarray, place: Place, p: Proposal, slack: float) -> np.ndarray:
     """Tokens whose surprise is nearest to the entropy (Meister et al. 2022)."""
     log_probs, mass = log_softmax(z), place.v["typical.mass"]
-    distance = np.abs(log_probs + entropies(log_probs)[0] * LN2)
-    order: np.ndarray = np.lexsort((-log_probs, distance))
-    reached = np.cumsum(np.exp(log_probs)[order]) >= (mass + slack if mass < 1 else math.inf)
-    count = 1 + int(np.argmax([*reached, True]))
-    return order[:count]
-
-
-def at_least(bound: Callable[[np.ndarray, Place], float]) -> Callable[..., np.ndarray]:
-    """Returns the rule that keeps tokens whose ln p is at least a bound of theirs."""
-
-    def rule(z: np.ndarray, place: Place, p: Proposal, slack: float) -> np.ndarray:
-        log_probs = log_softmax(z)
-        found: np.ndarray = (log_probs >= bound(log_probs, place) + slack) | (z == 0)
-        return found
-
-    return rule
+    distance = np.abs(log_probs + entropies(log_probs)[0] * LN2 + slack)
+    order: np.ndarray = np.lexsort((-log_probs, distance))[: np.count_nonzero(z > -np.inf)]
+    reached = np.cumsum(np.exp(log_probs)[order]) >= (mass - slack if mass < 1 else math.inf)
+    return order[: int(np.argmax([*reached[:-1], True])) + 1]
 
 
 def _log(x: float) -> float:
     return math.log(x) if x > 0 else -math.inf
 
 
-def _eta(log_probs: np.ndarray, place: Place) -> float:
+def eta(log_probs: np.ndarray, v: Settings, slack: float) -> float:
     """Hewitt et al. 2022."""
-    epsilon = _log(place.v["eta.epsilon"])
+    epsilon = _log(v["eta.epsilon"])
     return min(epsilon, epsilon / 2 - entropies(log_probs)[0] * LN2)
 
 
-def _epsilon(log_probs: np.ndarray, place: Place) -> float:
-    """Hewitt et al. 2022."""
-    return _log(place.v["epsilon.epsilon"])
-
-
-def _top_a(log_probs: np.ndarray, place: Place) -> float:
-    """Peng 2022."""
-    return _log(place.v["top_a.factor"]) + 2 * float(log_probs.max())
-
-
-def _p_less(log_probs: np.ndarray, place: Place) -> float:
+def p_less(log_probs: np.ndarray, v: Settings, slack: float) -> float:
     """Tan et al. 2025."""
-    least = float(np.sum(np.exp(2 * log_probs)))
-    others = max(int(np.count_nonzero(log_probs > -np.inf)) - 1, 1)
-    return _log(least - (1 - least) / others if place.v["p_less.norm"] else least)
+    count, least = np.count_nonzero(log_probs > -np.inf), float(np.sum(np.exp(2 * log_probs)))
+    if v["p_less.norm"] and count > 1:
+        least = (count * least - 1) / (count - 1) + slack * least
+    return _log(least)
+
+
+# The least ln p that a rule keeps.
+BOUNDS: dict[str, Callable[[np.ndarray, Settings, float], float]] = {
+    "eta": eta,
+    "epsilon": lambda log_probs, v, slack: _log(v["epsilon.epsilon"]),  # Hewitt et al. 2022
+    "top_a": lambda log_probs, v, slack: _log(v["top_a.factor"]) + 2 * log_probs.max(),  # Peng 2022
+    "p_less": p_less,
+}
+
+
+def at_least(z: np.ndarray, place: Place, p: Proposal, slack: float) -> np.ndarray:
+    """Tokens of at least a probability."""
+    log_probs = log_softmax(z)
+    bound = BOUNDS[place.v["truncation.rule"]](log_probs, place.v, slack) + slack
+    return np.asarray(((log_probs >= bound) | (z == 0)) & (z > -np.inf))
 
 
 def prefixes(z: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -448,10 +461,12 @@ def ees(z: np.ndarray, place: Place, p: Proposal, slack: float) -> np.ndarray:
 def min_k(z: np.ndarray, place: Place, p: Proposal, slack: float) -> np.ndarray:
     """Tokens above the steepest fall (Ding et al. 2026)."""
     order = np.argsort(-z, kind="stable")[: np.count_nonzero(z > -np.inf)]
-    falls = -np.diff(z[order]) / np.arange(1, len(order))
+    falls = np.minimum(-np.diff(z[order]), FARTHEST) / np.arange(1, len(order))
+    most = falls.max(initial=0.0) * (1 - abs(slack) / 8)
+    steepest = 1 + np.flatnonzero(falls >= most) if falls.size else np.ones(1)
     divided = 1.0 if place.v["base.temperature_last"] else p.temperature or 1.0
     fewest = place.v["min_k.tau"] / max(-z[order[-1]] * divided, 1e-8) * (1 - slack)
-    return order[: max(1 + int(np.argmax([*falls, 0.0])), int(min(fewest, z.size)))]
+    return order[: max(int(steepest[-1 if slack < 0 else 0]), int(min(fewest, z.size)))]
 
 
 def mirostat(z: np.ndarray, place: Place, p: Proposal, slack: float) -> np.ndarray:
@@ -462,9 +477,10 @@ def mirostat(z: np.ndarray, place: Place, p: Proposal, slack: float) -> np.ndarr
     s = float(np.clip(ratios @ falls / max(ratios @ ratios, 1e-30), 1e-30, 1e30))
     log_count = math.log(len(order))
     x = (s - 1) * log_count
-    scale = 1.0 if x == 0 else x / -math.expm1(-x) if x > -700 else -x * math.exp(x)
-    bits = 2 * place.v["mirostat.target"] + place.states["mirostat"]
-    log_k = (bits * LN2 + _log(scale / log_count if log_count else 1.0)) / s - slack
+    scale = 1.0 if x == 0 else x / -math.expm1(-x)
+    bits = (2 * place.v["mirostat.target"] + place.states["mirostat"]) * LN2
+    log_scale = _log(scale / log_count if log_count else 1.0)
+    log_k = (bits + log_scale) / s - slack * (1 + max(1, abs(bits) + abs(log_scale)) / s)
     return order[: max(round(math.exp(min(log_k, log_count))), 1)]
 
 
@@ -472,10 +488,7 @@ RULES: dict[str, Callable[[np.ndarray, Place, Proposal, float], np.ndarray]] = {
     "nucleus": nucleus,
     "top_n_sigma": top_n_sigma,
     "typical": typical,
-    "eta": at_least(_eta),
-    "epsilon": at_least(_epsilon),
-    "top_a": at_least(_top_a),
-    "p_less": at_least(_p_less),
+    **dict.fromkeys(BOUNDS, at_least),
     "top_h": top_h,
     "ees": ees,
     "min_k": min_k,
@@ -501,6 +514,28 @@ def adaptive_p(z: np.ndarray, place: Place, slack: float) -> np.ndarray:
     aim = min(max(place.v["adaptive_p.target"] - place.states["adaptive_p"], 0.0), 1.0)
     distance = np.abs(np.exp(log_softmax(z)) - aim) / 0.3
     return np.asarray(5 - 10 * distance**2 / (1 + distance))
+
+
+def learn(
+    v: Settings,
+    states: Mapping[str, float],
+    p: Proposal,
+    penalised: Logits,
+    given: Logits,
+    token: int,
+) -> dict[str, float]:
+    """Returns the states of `mirostat` and `adaptive_p` after a drawn token."""
+    learned = {**states}
+    if v["truncation.rule"] == "mirostat":
+        greedy = p.temperature <= 0
+        divisor = 1.0 if v["base.temperature_last"] or greedy else p.temperature
+        bits = 0.0 if greedy else -log_softmax(penalised / divisor)[token] / LN2
+        learned["mirostat"] -= v["mirostat.rate"] * (bits - v["mirostat.target"])
+    if v["adaptive_p.target"] >= 0:
+        excess = math.exp(log_softmax(given)[token]) - v["adaptive_p.target"]
+        decay = v["adaptive_p.decay"]
+        learned["adaptive_p"] = decay * learned["adaptive_p"] + (1 - decay) * excess
+    return learned
 
 
 def truncate(

@@ -23,7 +23,7 @@ _MIN_CAPACITY = 256
 
 
 class ModelReader:
-    """A `replay.state.Model` made of a loaded model."""
+    """Readings and texts of a loaded model. `epsilon` is that of its hidden states."""
 
     def __init__(self, model: LanguageModel, capacity: int) -> None:
         """`capacity` is the number of tokens of the longest row."""

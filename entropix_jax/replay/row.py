@@ -60,12 +60,16 @@ class Row(RowState):
             return
         self.forwards += self.generated > 0
         self.reach = self.find_reach()
-        plans = self.plans(seen)
-        first = next(plans)
-        plan = next((plan for plan in chain([first], plans) if self.agrees(plan)), None)
-        if plan is None:
-            raise self.doubt(first)
-        self.near |= plan is not first
+        first: Doubt | None = None
+        for plan in self.plans(seen):
+            doubt = self.difference(plan)
+            if doubt is None:
+                break
+            first = first or doubt
+        else:
+            assert first is not None
+            raise first
+        self.near |= first is not None
         self.carry_out(plan, seen)
         self.rounded += self.near
 
@@ -95,7 +99,8 @@ class Row(RowState):
         """Measures the distribution after some tokens, and compares a line with it. Returns None
         if a logit is NaN or infinite."""
         if ahead is None:
-            ahead = [e["token_id"] for e in self.lines[self.at :] if e["type"] == "token"]
+            following = enumerate(self.lines[self.at : self.at + LOOK_AHEAD], len(tokens))
+            ahead = [line["token_id"] for at, line in following if line["position"] == at]
         reading, v = self.read(tokens, ahead, branch >= 0), self.v
         if not np.isfinite(reading.logits).all():
             return None
@@ -121,11 +126,7 @@ class Row(RowState):
         slack = 0.0 if line is not None and viewed is None else self.tolerance
         regimes = formulas.regimes(v, metrics, bounds, slack)
         rounds = formulas.count_rounds(v, tokens, generated)
-        if v["metrics.attn_entropy"] == "normalised":
-            metrics["attn_entropy"] = metrics["attn_entropy_norm"]
-        if v["metrics.agreement"] == "published":
-            metrics["agreement"] = metrics["agreement_published"]
-        metrics |= {"h2": float(bounds[1]), "u2": float(bounds[3]), "vocab": log_probs.size}
+        metrics = formulas.as_configured(v, metrics, bounds, log_probs.size)
         if line is not None:
             variance = metrics["sequence_varentropy"]
             self.check(line, "metrics", sequence_varentropy=variance)
@@ -139,34 +140,30 @@ class Row(RowState):
 
     def plans(self, seen: Seen) -> Iterator[Plan]:
         """Yields the outcome of the step, then those that it may have within rounding."""
+        penalised = formulas.penalise(seen.reading.logits, seen.place)
         for regime in seen.regimes:
-            proposal = self.propose(seen, regime)
-            drawn_by = self.recorded(proposal)
-            penalised = formulas.penalise(seen.reading.logits, seen.place)
+            p = self.propose(seen, regime)
+            plan = Plan(regime, p, p.action, -1, Verdict("commit"), *[penalised] * 3)
             if self.tally.queue:
-                forced = Verdict("force", self.tally.queue_action)
-                token, z = self.tally.queue[0], penalised
-                yield Plan(regime, proposal, proposal, token, forced, z, z, z)
+                action, token = self.tally.queue_action, self.tally.queue[0]
+                yield replace(plan, action=action, token=token, verdict=Verdict("force"))
                 continue
-            left, given = formulas.truncate(penalised, seen.place, drawn_by)
-            for token in self.outcomes(seen.place, penalised, drawn_by):
-                logits = penalised, left, given
-                plan = Plan(regime, proposal, proposal, token, Verdict("commit"), *logits)
-                yield self.control(plan, seen)
+            left, given = formulas.truncate(penalised, seen.place, p)
+            for token in self.outcomes(seen.place, penalised, p):
+                yield self.control(replace(plan, token=token, left=left, given=given), seen)
 
     def propose(self, seen: Seen, regime: str) -> Proposal:
-        """Returns the proposal of the arm that serves the row."""
+        """Returns the proposal of the arm that serves the row, with the recorded parameters."""
+        v, rounds = self.v, seen.rounds
         if self.again is not None:
             return self.again
-        v, rounds = self.v, seen.rounds
         served = "start" if self.generated < v["start.tokens"] else regime
         arm = v[f"arms.{'loop' if rounds > 0 else served}"]
-        may = {name: rule(self) for name, rule in MAY.items()}
-        proposal = formulas.ARMS[arm](v, seen.metrics, may)
+        p = formulas.ARMS[arm](v, seen.metrics, {name: rule(self) for name, rule in MAY.items()})
         if rounds > 0:
-            hot = proposal.temperature * (1 + v["loop.heating"] * (rounds - 1))
-            proposal = replace(proposal, temperature=min(hot, v["loop.hottest"]))
-        return replace(proposal, action=self.tally.queue_action) if self.tally.queue else proposal
+            hot = p.temperature * (1 + v["loop.heating"] * (rounds - 1))
+            p = replace(p, temperature=min(hot, v["loop.hottest"]))
+        return self.recorded(p)
 
     def recorded(self, proposal: Proposal) -> Proposal:
         """Returns a proposal with the parameters of the next line, if they agree."""
@@ -219,18 +216,17 @@ class Row(RowState):
 
     def control(self, plan: Plan, seen: Seen) -> Plan:
         """Returns the plan with the verdict of the first control that acts."""
-        proposal = plan.proposal
+        action = plan.action
         for name, decide in CONTROLS.items():
-            if name in MAY and (proposal.action != name or self.again is not None):
+            is_arm = name in MAY
+            if is_arm and (action != name or self.again is not None):
                 continue
             verdict = decide(self, plan, seen)
             if verdict is not None and self.is_allowed(verdict):
-                action = proposal.action if verdict.kind == "end" else name
-                proposal = replace(proposal, action=action)
-                return replace(plan, proposal=proposal, verdict=replace(verdict, name=name))
-            if name in MAY:
-                proposal = replace(proposal, action="sample")
-        return replace(plan, proposal=proposal)
+                action = action if verdict.kind == "end" else name
+                return replace(plan, action=action, verdict=replace(verdict, name=name))
+            action = "sample" if is_arm else action
+        return replace(plan, action=action)
 
     def is_allowed(self, verdict: Verdict) -> bool:
         """Whether a rewind is within reach and leaves a token to draw."""
@@ -240,33 +236,27 @@ class Row(RowState):
         left = len(self.model.texts) - len(self.v["draw.bans"])
         return verdict.back <= self.reach and attempts < MAX_ATTEMPTS and attempts + 1 < left
 
-    # Compare with the next line
-
-    def agrees(self, plan: Plan) -> bool:
-        """Whether the next line may be the result of a plan."""
-        line, verdict = self.lines[self.at] if self.at < len(self.lines) else None, plan.verdict
-        if verdict.kind == "rewind":
-            return line is None or line["position"] <= len(self.tokens) - verdict.back
-        if line is None or line["position"] != len(self.tokens):
-            return False
-        if verdict.kind == "fork":
-            return line["branches"] is not None
-        token = verdict.tokens[0] if verdict.tokens else plan.token
-        return verdict.kind == "wait" or line["token_id"] == token
-
-    def doubt(self, plan: Plan) -> Doubt:
-        """Returns the difference between the next line and a plan."""
+    def difference(self, plan: Plan) -> Doubt | None:
+        """Returns the difference between the next line and a plan, None if it may follow."""
         verdict, position = plan.verdict, len(self.tokens)
-        line = self.lines[self.at] if self.at < len(self.lines) else self.live[-1].line
-        if verdict.kind == "rewind" or line["position"] != position:
+        following = self.lines[self.at] if self.at < len(self.lines) else None
+        line = following or self.live[-1].line
+        if verdict.kind == "rewind":
             goes_to = position - verdict.back
+            if following is None or line["position"] <= goes_to:
+                return None
             return Doubt(line, "rewind", "position", line["position"], goes_to)
+        if following is None or line["position"] != position:
+            return Doubt(line, "rewind", "position", line["position"], position)
         if verdict.kind == "fork":
-            return Doubt(line, "fork", "branches", None, plan.proposal.action)
-        if line["action"] != plan.proposal.action:
-            return Doubt(line, "proposal", "action", line["action"], plan.proposal.action)
-        stage = "forced" if verdict.kind == "force" else "draw"
+            is_fork = line["branches"] is not None
+            return None if is_fork else Doubt(line, "fork", "branches", None, plan.action)
         token = verdict.tokens[0] if verdict.tokens else plan.token
+        if verdict.kind == "wait" or line["token_id"] == token:
+            return None
+        if line["action"] != plan.action:
+            return Doubt(line, "proposal", "action", line["action"], plan.action)
+        stage = "forced" if verdict.kind == "force" else "draw"
         return Doubt(line, stage, "token_id", line["token_id"], token)
 
     # Carry out
@@ -289,20 +279,12 @@ class Row(RowState):
             if verdict.tokens:
                 self.tally.queue, self.tally.queue_action = [*verdict.tokens], verdict.name
                 token = verdict.tokens[0]
-            is_drawn = not self.tally.queue
-            before = self.tally.copy()
-            self.advance(self.tally, seen, plan.regime)
-            if is_drawn:
-                self.learn(plan)
-            tallies = before, self.tally.copy()
-            reason = "confidence" if verdict.kind == "end" else None
-            self.commit(token, plan.proposal, seen, tallies, self.end_after(token) or reason)
-            self.rewindable = min(self.rewindable + 1, MAX_REACH) if is_drawn else 0
+            self.commit(token, plan, seen)
 
-    def advance(self, tally: Tally, seen: Seen, regime: str) -> None:
+    def advance(self, tally: Tally, seen: Seen) -> None:
         """Moves a tally past one token."""
         v, states, m = self.v, tally.states, seen.metrics
-        sure = v["inject.until_confident"] and regime == "lelv"
+        sure = v["inject.until_confident"] and seen.regimes[0] == "lelv"
         states["inject.cooldown"] = 0 if sure else max(states["inject.cooldown"] - 1, 0)
         if len(tally.queue) == 1 and tally.queue_action == "inject":
             states["inject.cooldown"] = v["inject.cooldown"]
@@ -316,20 +298,6 @@ class Row(RowState):
             moved = tally.drift + np.float32(v["thresholds.rate"]) * (self.quantiles - below)
             tally.drift = np.clip(moved, -5, 5).astype(np.float32)
 
-    def learn(self, plan: Plan) -> None:
-        """Moves the states of `mirostat` and `adaptive_p` by a drawn token."""
-        v, states, token = self.v, self.tally.states, plan.token
-        if v["truncation.rule"] == "mirostat":
-            temperature = plan.proposal.temperature
-            divisor = 1.0 if v["base.temperature_last"] or temperature <= 0 else temperature
-            bits = -log_softmax(plan.penalised / divisor)[token] / formulas.LN2
-            bits = 0.0 if temperature <= 0 else bits
-            states["mirostat"] -= v["mirostat.rate"] * (bits - v["mirostat.target"])
-        if v["adaptive_p.target"] >= 0:
-            excess = math.exp(log_softmax(plan.given)[token]) - v["adaptive_p.target"]
-            decay = v["adaptive_p.decay"]
-            states["adaptive_p"] = decay * states["adaptive_p"] + (1 - decay) * excess
-
     def end_after(self, token: int) -> str | None:
         """Returns the finish reason of a row that commits a token, None if it continues."""
         if token in self.end_ids:
@@ -339,36 +307,36 @@ class Row(RowState):
         is_whole = self.request["budget"] == self.request["max_new_tokens"]
         return "length" if is_whole else "context"
 
-    def commit(
-        self,
-        token: int,
-        proposal: Proposal,
-        seen: Seen,
-        tallies: tuple[Tally, Tally],
-        reason: str | None,
-        **extra: Any,
-    ) -> None:
+    def commit(self, token: int, plan: Plan, seen: Seen, **extra: Any) -> None:
         """Compares the next line with a committed token, and adds it to the row."""
-        line = self.lines[self.at]
-        expected = {name: getattr(proposal, name) for name in ("action", *PARAMETERS)}
-        if proposal.action == "branch" and self.choice:
+        line = self.lines[self.at] if self.at < len(self.lines) else self.live[-1].line
+        self.check(line, "rewind", position=len(self.tokens))
+        before, verdict, proposal = self.tally.copy(), plan.verdict, plan.proposal
+        is_drawn = not before.queue and verdict.kind != "fork"
+        self.advance(self.tally, seen)
+        if is_drawn:
+            logits = plan.penalised, plan.given
+            own = formulas.learn(self.v, self.tally.states, proposal, *logits, token)
+            self.tally.states = own
+        reason = self.end_after(token) or ("confidence" if verdict.kind == "end" else None)
+        expected = {"action": plan.action} | {n: getattr(proposal, n) for n in PARAMETERS}
+        if plan.action == "branch" and self.choice:
             extra = {**self.choice, **extra}
             expected |= {name: extra.pop(name) for name in PARAMETERS}
             self.choice = {**self.choice, "branches": None, "ambiguous": None}
         extra = {"branches": None, "ambiguous": None} | extra
         self.check(line, "proposal", **expected)
-        self.check(line, "forced" if tallies[0].queue else "draw", token_id=token)
-        logprob = float(seen.place.log_probs[token])
-        self.check(line, "metrics", logprob=logprob)
+        self.check(line, "forced" if before.queue else "draw", token_id=token)
+        self.check(line, "metrics", logprob=float(seen.place.log_probs[token]))
         self.check(line, "counts", forwards=self.forwards)
         self.check(line, "fork", **extra)
         self.check_extras(line, seen)
         text = self.stream.push(token) + (self.stream.flush() if reason else "")
         self.check(line, "draw", text=text)
-        logprob = float(np.float32(line["logprob"]))
-        entry = Entry(line, logprob, self.recorded(proposal), *tallies, self.bans, text)
-        self.add(entry)
+        logprob, after = float(np.float32(line["logprob"])), self.tally.copy()
+        self.add(Entry(line, logprob, proposal, before, after, self.bans, text))
         self.bans, self.again, self.reason = [], None, reason
+        self.rewindable = min(self.rewindable + 1, MAX_REACH) if is_drawn else 0
         if line["type"] == "token" and self.stopped() >= 0:
             self.reason = "stop"
 
@@ -400,7 +368,7 @@ class Row(RowState):
             proposal, tally, bans = there.proposal, there.before, there.bans
         else:
             token, tally, bans = plan.token, current, self.bans
-            proposal = plan.drawn_by
+            proposal = plan.proposal
         if proposal.action == "argmax":
             proposal = formulas.draw(self.v, "sample")
         self.again = replace(proposal, action=plan.verdict.name, candidates=1)
@@ -418,8 +386,8 @@ class Row(RowState):
                 raise Doubt(line, "fork", "position", line["position"], None)
             record, other = ({**one.record, "row": 0, "type": ""} for one in (line, entry.line))
             names = [name for name in {**record, **other} if record.get(name) != other.get(name)]
-            if names:
-                raise Doubt(line, "fork", names[0], record.get(names[0]), other.get(names[0]))
+            for name in names[:1]:
+                raise Doubt(line, "fork", name, record.get(name), other.get(name))
             self.add(replace(entry, line=line))
 
     def move(self, move: Mapping[str, Any]) -> None:
@@ -437,11 +405,9 @@ class Row(RowState):
 
     def fork(self, plan: Plan, seen: Seen) -> None:
         """Replays the branches of a fork, and commits the best one."""
-        line, v, before = self.lines[self.at], self.v, self.tally.copy()
+        line, v, after = self.lines[self.at], self.v, self.tally.copy()
         branches = line["branches"]
         self.check_candidates(line, plan, seen, [branch["tokens"][0] for branch in branches])
-        self.advance(self.tally, seen, plan.regime)
-        afters = [self.tally.copy()]
         scores = [
             -math.inf if one["score"] is None else np.float32(one["score"]) for one in branches
         ]
@@ -454,45 +420,37 @@ class Row(RowState):
         allowed = order[: 2 if is_asked and len(texts) == 2 else 1]
         if len(chosen) != 1 or chosen[0] not in allowed:
             raise Doubt(line, "fork", "chosen", chosen, allowed[0])
-        ends = []
+        self.advance(after, seen)
         for index, branch in enumerate(branches):
-            is_whole = v["branch.commit_all"] and branch["chosen"] and not is_asked
-            score, end = self.grow(index, branch, plan, seen, line, is_whole)
-            if not self.same(branch["score"], score):
-                raise Doubt(line, "fork", f"branches[{index}].score", branch["score"], score)
-            if branch["text"] != (text := self.model.decode(branch["tokens"])):
-                raise Doubt(line, "fork", f"branches[{index}].text", branch["text"], text)
-            ends.append(end)
+            score = self.grow(index, branch["tokens"], plan, seen, after.copy())
+            text = self.model.decode(branch["tokens"])
+            self.expect(line, "fork", f"branches[{index}].score", branch["score"], score)
+            self.expect(line, "fork", f"branches[{index}].text", branch["text"], text)
         evaluated = sum(len(branch["tokens"]) for branch in branches)
         self.forwards += evaluated
-        self.rewindable, self.again, self.bans = 0, None, []
+        self.rewindable, self.again, self.bans, self.choice = 0, None, [], {}
         tokens = branches[chosen[0]]["tokens"]
         extra = {"branches": branches, "ambiguous": bool(is_close) and len(texts) == 2}
-        whole = v["branch.commit_all"] or len(tokens) == 1
-        tallies, rest = ends[chosen[0]]
-        self.tally = [*afters, *tallies][-1].copy() if whole and not is_asked else before.copy()
-        self.tally.states["branch.forwards"] = before.states["branch.forwards"] + evaluated
-        if is_asked or not whole:
+        if is_asked or not (v["branch.commit_all"] or len(tokens) == 1):
+            self.tally.states["branch.forwards"] += evaluated
             self.tally.queue_action = "branch"
             self.tally.queue = [*tokens[: self.remaining if v["branch.commit_all"] else 1]]
             self.choice = {name: getattr(plan.proposal, name) for name in PARAMETERS} | extra
             return
-        self.choice, proposal = {}, plan.proposal
-        afters = [*[*afters, *tallies][:-1], self.tally.copy()]
-        for token, one, after in zip(tokens, [seen, *rest], afters, strict=True):
-            self.commit(token, proposal, one, (before, after), self.end_after(token), **extra)
-            proposal, extra = self.live[-1].proposal, {}
+        for left, token in zip(range(len(tokens))[::-1], tokens, strict=True):
+            self.tally.states["branch.forwards"] += 0 if left else evaluated
+            self.commit(token, plan, seen, **extra)
+            extra = {}
+            if left:
+                line_here = self.line_here()
+                seen = self.observe(self.tokens, self.tally, [], -1, line_here) or seen
 
     def check_candidates(self, line: Line, plan: Plan, seen: Seen, firsts: Sequence[int]) -> None:
         """Raises Doubt if the branches do not begin with the candidates."""
         v, tolerance = self.v, self.tolerance
         if v["branch.sampled"]:
-            groups = self.draws(
-                seen.place,
-                plan.penalised,
-                self.recorded(plan.proposal),
-                seen.place.uniforms("candidate", MAX_WIDTH),
-            )
+            numbers = seen.place.uniforms("candidate", MAX_WIDTH)
+            groups = self.draws(seen.place, plan.penalised, plan.proposal, numbers)
             expected = [group[0] for group in groups][: len(firsts)]
             fits = all(token in group for token, group in zip(firsts, groups, strict=False))
             counts = plan.verdict.tokens
@@ -507,7 +465,7 @@ class Row(RowState):
             counts = []
             for slack in (0.0, tolerance, -tolerance):
                 shares = np.where(mass >= v["branch.min_p"] * (1 + slack), mass, 0.0)
-                top_p = v["branch.top_p"] + slack if v["branch.top_p"] < 1 else math.inf
+                top_p = v["branch.top_p"] - slack if v["branch.top_p"] < 1 else math.inf
                 before = np.cumsum(shares[order]) - shares[order]
                 admitted = (before < top_p * shares.sum()) & (shares[order] > 0)
                 counts.append(min(max(int(admitted.sum()), 1), v["branch.width"]))
@@ -519,26 +477,23 @@ class Row(RowState):
         self.near |= [*firsts] != expected
 
     def grow(
-        self,
-        index: int,
-        branch: Mapping[str, Any],
-        plan: Plan,
-        seen: Seen,
-        line: Line,
-        is_whole: bool,
-    ) -> tuple[float | None, tuple[list[Tally], list[Seen]]]:
-        """Replays one branch. Returns its score, None if it is not finite, and the
-        row's tallies and measures after its tokens, for the case that it is committed."""
-        v, tokens, tally = self.v, branch["tokens"], self.tally.copy()
-        place, left = seen.place, plan.left
-        steps, tallies, total = list[Seen](), list[Tally](), np.zeros(3)
+        self, index: int, tokens: Sequence[int], plan: Plan, seen: Seen, tally: Tally
+    ) -> float | None:
+        """Replays one branch. Returns its score, None if it is not finite. `tally` is the row's
+        after the first token."""
+        v, line, place, left, total = (
+            self.v,
+            self.lines[self.at],
+            seen.place,
+            plan.left,
+            np.zeros(3),
+        )
         for depth, token in enumerate(tokens, 1):
             text, is_last = [*self.tokens, *tokens[:depth]], depth == len(tokens)
-            own = self.lines[self.at + depth :][:1] if is_whole and not is_last else []
             log_probs = log_softmax(left) if v["branch.processed"] else place.log_probs
-            after = self.observe(text, tally, (), index, own[0] if own else None, tokens[depth:])
+            after = self.observe(text, tally, (), index, None, tokens[depth:])
             if after is None:
-                return None, (tallies, steps)
+                return None
             m = after.metrics
             total += [log_probs[token], m["entropy"], m["varentropy"]]
             is_over = token in self.end_ids or depth >= v["branch.depth"]
@@ -561,13 +516,11 @@ class Row(RowState):
                 name = f"branches[{index}].tokens[{depth}]"
                 raise Doubt(line, "fork", name, tokens[depth], drawn[0])
             self.near |= tokens[depth] != drawn[0]
-            self.advance(tally, after, after.regimes[0])
-            steps.append(after)
-            tallies.append(tally.copy())
+            self.advance(tally, after)
         logprob, entropy, varentropy = total / len(tokens)
         score = logprob - v["branch.entropy_weight"] * entropy
         score = float(score - v["branch.varentropy_weight"] * varentropy)
-        return score if math.isfinite(score) else None, (tallies, steps)
+        return score if math.isfinite(score) else None
 
     def ends_branch(self, token: int) -> bool:
         """Whether a token ends a branch by its text."""
@@ -613,9 +566,8 @@ class Row(RowState):
                 "mean_self_certainty": float(np.mean([line["self_certainty"] for line in lines])),
             }
         for name, value in counts.items():
-            if not self.same(ended.get(name), value):
-                where = f"{name} of row {ended['row']}"
-                raise Doubt(footer, "counts", where, ended.get(name), value)
+            where = f"{name} of row {ended['row']}"
+            self.expect(footer, "counts", where, ended.get(name), value)
 
     def observe_error(self) -> bool:
         """Whether the row's next logits are NaN or infinite."""

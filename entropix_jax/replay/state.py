@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -25,33 +25,6 @@ class Reading:
     entropy: np.ndarray  # [L, N]
     divergence: np.ndarray  # [L]
     interaction: np.ndarray  # [L]
-
-
-class Model(Protocol):
-    """A language model and its tokenizer."""
-
-    @property
-    def epsilon(self) -> float:
-        """Machine epsilon of the hidden states."""
-
-    @property
-    def texts(self) -> Sequence[str]:
-        """The text of each token."""
-
-    def read(self, tokens: Sequence[int], start: int) -> Sequence[Reading]:
-        """Returns the readings after each of `tokens[start:]`."""
-
-    def encode(self, text: str) -> Sequence[int]:
-        """Returns the tokens of a text, without special ones."""
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the text of some tokens."""
-
-    def stream(self, after: Sequence[int]) -> Any:
-        """Returns a decoder with `push` and `flush`."""
-
-    def control_ids(self, texts: Sequence[str]) -> Sequence[int]:
-        """Returns the ids of texts that are control tokens."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +110,8 @@ class Plan:
     """A possible outcome of a step."""
 
     regime: str
-    drawn_by: Proposal
-    proposal: Proposal  # with the action of the control that acts
+    proposal: Proposal  # by which the token is drawn
+    action: str  # of the control that acts, or of the proposal
     token: int
     verdict: Verdict
     penalised: np.ndarray
@@ -153,12 +126,8 @@ class RowState:
         self, header: Mapping[str, Any], lines: Sequence[Line], footer: Line, index: int, model: Any
     ) -> None:
         """`index` is that of the row in the footer."""
-        self.v, self.model, self.lines, self.footer = (
-            header["sampler_parameters"],
-            model,
-            lines,
-            footer,
-        )
+        self.v, self.model = header["sampler_parameters"], model
+        self.lines, self.footer = lines, footer
         self.ended = footer["rows"][index]
         self.request = self.ended["request"]
         self.prompt = header["prompt_tokens"]
@@ -244,8 +213,12 @@ class RowState:
     def check(self, line: Line, stage: str, **values: Any) -> None:
         """Raises Doubt for the first field that differs."""
         for name, value in values.items():
-            if not self.same(line[name], value):
-                raise Doubt(line, stage, name, line[name], value)
+            self.expect(line, stage, name, line[name], value)
+
+    def expect(self, line: Line, stage: str, name: str, recorded: Any, value: Any) -> None:
+        """Raises Doubt if a recorded value differs from the recomputed one."""
+        if not self.same(recorded, value):
+            raise Doubt(line, stage, name, recorded, value)
 
     def add(self, entry: Entry) -> None:
         """Adds a token to the row."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,8 +12,11 @@ from entropix_jax.errors import UserError
 from entropix_jax.names import read_condition
 from entropix_jax.replay.formulas import ARMS, RULES
 from entropix_jax.replay.row import Row
-from entropix_jax.replay.state import Doubt, Line, Model
+from entropix_jax.replay.state import Doubt, Line
 from entropix_jax.report.reading import TraceReader, fits
+
+if TYPE_CHECKING:
+    from entropix_jax.replay.model import ModelReader
 
 # Shapes of what a replay needs in addition to a page, see `report.reading`.
 _HEADER: dict[str, Any] = {
@@ -113,7 +116,7 @@ def _check_settings(path: Path, v: Mapping[str, Any]) -> None:
         raise UserError(f"{path}: line 1: {problem}: {_UNVERIFIED}")
 
 
-def replay(trace: Trace, model: Model) -> Replay:
+def replay(trace: Trace, model: "ModelReader") -> Replay:
     """Recomputes each token of a run from its settings, and compares the lines with it.
 
     `model` must be the trace's model, in the trace's precision.
@@ -141,7 +144,7 @@ def replay(trace: Trace, model: Model) -> Replay:
     return Replay(sum(map(len, trace.rows.values())), rounded, first)
 
 
-def check_header(trace: Trace, model: Model) -> None:
+def check_header(trace: Trace, model: "ModelReader") -> None:
     """Raises Doubt if the header contradicts itself, the footer, or the model's tokenizer, or if a
     token is not one of the model's."""
     header, line, size = trace.header, Line(1, {}), len(model.texts)

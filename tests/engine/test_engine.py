@@ -20,7 +20,6 @@ from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
-from entropix_jax.sampler.settings import Parts
 from tests.support.model_folders import poisoned
 from tests.support.runs import Spec, ids_of, is_same, requests, set_pace
 from tests.support.samplers import LITERAL
@@ -57,11 +56,6 @@ def run(
     return engine, rows, list(engine.run(rows))
 
 
-def run_alone(row: Row, model: LanguageModel) -> Row:
-    """Runs the row again from the beginning, with no other row."""
-    return run(model, [row.request], 1)[1][0]
-
-
 def records(row: Row) -> list[dict[str, Any]]:
     return [{**token.to_json(), "row": 0} for token in row.tokens]
 
@@ -94,26 +88,6 @@ def mixed(model: LanguageModel, number: int, forks: bool = True) -> list[Request
         request_of(model, prompts[i % len(prompts)], f"row {i}", budget, sampler, seed=i % 2)
         for i, (budget, sampler) in enumerate(zip(budgets, samplers, strict=True))
     ]
-
-
-@pytest.mark.usefixtures("optimized")
-def test_rows_equal_rows_run_alone(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More rows than slots, each with its own sampler, seed and budget. Single rows use the program
-    of the whole batch. `test_programs` checks that smaller programs give the same results."""
-    requests = mixed(tiny, 14)
-    used = frozenset().union(*(one.sampler.parts.used for one in requests))
-    monkeypatch.setattr(Sampler, "parts", lambda self, _: Parts(self.mechanisms, used))
-    engine, together, events = run(tiny, mixed(tiny, 14))
-    assert [row.finish_reason for row in together] == ["length"] * 14
-    actions = {token.action for row in together for token in row.tokens}
-    assert {"argmax", "inject", "branch", "adaptive", "sample"} <= actions
-    for row in together:
-        assert is_same(row, run_alone(row, tiny))
-        # The events of a row come in the order of their positions.
-        told = [e.token.position for e in events if e.row is row and e.token is not None]
-        assert told == sorted(told)
-        assert told[0] == len(row.request.prompt)
-    assert engine.useful >= sum(t.action != "branch" for row in together for t in row.tokens)
 
 
 @pytest.mark.parametrize("forks", [False, True])
@@ -178,7 +152,7 @@ def test_a_shared_prompt_is_prefilled_once(
     _, (*_, longer), _ = run(tiny, [*wanted, request_of(tiny, [*prompt, 5], "longer", 9, "top-p")])
     assert len(calls) == 3
     for row in [*together, longer]:
-        other = run_alone(row, tiny)
+        (other,) = run(tiny, [row.request], 1)[1]
         assert ids_of(row) == ids_of(other), row.number
         for name in ("entropy", "attn_entropy", "interaction_strength"):
             values = [getattr(token, name) for token in other.tokens]

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from entropix_jax.engine import decode
@@ -57,28 +56,6 @@ def same(one: Row, other: Row) -> bool:
 def whole(model: LanguageModel) -> Row:
     """A row of the default sampler after a prompt of five tokens."""
     return run(model, requests([ids(5)]))[0]
-
-
-def test_records_of_a_row(model: LanguageModel, whole: Row) -> None:
-    (plain,) = run(model, requests([ids(5)]), sampler="document-001")
-    for row in (whole, plain):
-        assert [token.position for token in row.tokens] == list(range(5, 5 + TOKENS))
-        assert row.finish_reason == "length"
-        assert row.text == "".join(token.text for token in row.tokens)
-        assert row.text == model.tokenizer.stream(after=ids(5)).run(ids_of(row))
-        assert len({token.regime for token in row.tokens}) > 1
-        counts = row.to_json()
-        assert counts["tokens"] == TOKENS == sum(counts["regimes"].values())
-        assert sum(counts["actions"].values()) == TOKENS
-        assert counts["forwards"] == row.tokens[-1].forwards
-    assert [token.forwards for token in plain.tokens] == list(range(TOKENS))  # a step a token
-    assert plain.to_json()["retracted"] == 0
-    # Rollouts and retracted tokens cost forward passes, too.
-    counts, forwards = whole.to_json(), [token.forwards for token in whole.tokens]
-    assert forwards == sorted(forwards)
-    assert {"branch", "backspace"} <= counts["actions"].keys()
-    assert counts["retracted"] >= counts["actions"]["backspace"]
-    assert forwards[-1] >= TOKENS - 1 + counts["retracted"]
 
 
 def test_results_ignore_the_pace(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,30 +211,6 @@ def test_stop_and_interrupt(model: LanguageModel, monkeypatch: pytest.MonkeyPatc
     assert [row.finish_reason for row in generation.rows] == [None] * 3
     generation.interrupt()
     assert [len(row.tokens) for row in generation.rows] == [11, 11, 10]
-
-
-def test_recorded_distributions(model: LanguageModel) -> None:
-    """The records describe each token's own distribution, also for branches and backspaces."""
-    (row,) = run(model, requests([ids(5)]), recording=RECORDING)
-    tokens = row.tokens
-    assert {"branch", "backspace"} <= {token.action for token in tokens}
-    found, config = 0, model.config
-    for token in tokens:
-        assert token.top is not None
-        layers = np.array(token.layers)
-        assert layers.shape == (config.num_layers, config.num_heads)
-        assert token.attn_entropy == pytest.approx(layers.mean(), rel=1e-4)
-        likeliest, text, _ = token.top[0]
-        assert text == model.tokenizer.decode_within([likeliest])
-        assert [p for *_, p in token.top] == sorted((p for *_, p in token.top), reverse=True)
-        probabilities = {i: p for i, _, p in token.top}
-        if token.token_id in probabilities:
-            likelihood = 2.718281828**token.logprob
-            assert probabilities[token.token_id] == pytest.approx(likelihood, rel=1e-4)
-            found += token.action in ("branch", "backspace")
-        if token.action == "branch" and token.branches is None:
-            assert token.token_id == token.top[0][0], "a rollout is greedy"
-    assert found > 5
 
 
 def test_encode_prompt(model: LanguageModel) -> None:

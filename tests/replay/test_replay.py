@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.preparation import calibrate_sampler
-from entropix_jax.engine.results import Request, Row, Rows
-from entropix_jax.engine.state import Recording
-from entropix_jax.engine.trace import header
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
+from entropix_jax.names import REGIMES
 from entropix_jax.replay import read_trace, replay
-from entropix_jax.replay.threefry import STREAMS, row_key, uniforms
-from entropix_jax.sampler import draw
-from entropix_jax.sampler.presets import load_sampler
-from tests.support.replays import BUDGET, NAMES, SEED, CachedReader, alter, record, write
+from entropix_jax.sampler.mechanisms import ACTIONS
+from tests.support.replays import CASES, CachedReader, alter, record, write
 from tests.support.traces import read_trace as read_lines
 
 ALTERATIONS = int(os.environ.get("ENTROPIX_ALTERATIONS") or 60)
@@ -37,11 +31,11 @@ def reader(tiny: LanguageModel) -> CachedReader:
 
 @pytest.fixture(scope="module")
 def traces(tiny: LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A trace of each preset and special sampler, of one batch."""
+    """A trace of each row of the table."""
     return record(tiny, tmp_path_factory.mktemp("traces"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_every_token_follows(name: str, traces: dict[str, Path], reader: CachedReader) -> None:
     found = replay(read_trace(traces[name]), reader)
     assert str(found.doubt or "") == ""
@@ -49,18 +43,52 @@ def test_every_token_follows(name: str, traces: dict[str, Path], reader: CachedR
     assert found.rounded <= 1
 
 
-def test_the_traces_show_all_actions(traces: dict[str, Path]) -> None:
-    ends = [
-        row["finish_reason"] for path in traces.values() for row in read_lines(path)[-1]["rows"]
-    ]
-    assert {*ends} == {"length", "eos", "stop", "confidence"}
-    lines = [line for path in traces.values() for line in read_lines(path)[1:-1]]
-    counts = Counter(line["action"] for line in lines)
-    actions = "argmax inject explore branch resample backspace adaptive sample think_end "
-    assert set((actions + "budget_forcing phrases").split()) <= {*counts}
-    assert sum(line["type"] == "retracted" for line in lines) > 10
-    assert {line["regime"] for line in lines} == {"lelv", "helv", "lehv", "hehv", "mid"}
-    assert any(line["loop"] for line in lines)
+def count_events(lines: Sequence[Mapping[str, Any]]) -> Counter[str]:
+    """Counts actions, pairs of actions, rewinds, forks and ends in the lines of a trace."""
+    found, there, attempts = Counter[str](), dict[int, str](), Counter[int]()
+    for line, following in itertools.pairwise([*lines[1:-1], {}]):
+        position, action = line["position"], line["action"]
+        found.update([action, f"{action}, {following.get('action')}", line["regime"]])
+        found["loop"] += bool(line.get("loop"))
+        found["loop ends"] += bool(line.get("loop")) and not following.get("loop")
+        found[f"{position + 1 - following.get('position', position + 1)} back"] += 1
+        found[f"after {there.get(position)}"] += action in ("backspace", "phrases")
+        there[position] = action
+        if line["type"] == "retracted":
+            attempts[position] += 1
+            found[f"attempt {attempts[position]}"] += 1
+        else:
+            attempts.pop(position, None)
+        if branches := line.get("branches"):
+            found[f"width {len(branches)}"] += 1
+            found["ambiguous"] += bool(line.get("ambiguous"))
+            found["not the first"] += not branches[0]["chosen"]
+            found["long"] += max(len(branch["tokens"]) for branch in branches) > 4
+    found[f"end {lines[-1]['rows'][0]['finish_reason']}"] += 1
+    return found
+
+
+def test_the_traces_show_all_events(traces: dict[str, Path]) -> None:
+    """Each event occurs at least as often as stated, so that the replays show it."""
+    found = sum((count_events(read_lines(path)) for path in traces.values()), Counter[str]())
+    expected = {
+        40: [*({*ACTIONS} - {"explore", "think_end", "budget_forcing", "phrases"}), *REGIMES],
+        20: ["explore", "think_end", "budget_forcing", "phrases", "long", "end length"],
+        10: ["loop", "ambiguous", "not the first", "end eos", "backspace, backspace"]
+        + [f"attempt {n}" for n in range(1, 9)]
+        + [f"after {action}" for action in ("argmax", "sample", "adaptive", "backspace")],
+        5: ["end confidence"],
+        2: ["branch, inject", "inject, branch"]
+        + [f"width {n}" for n in range(1, 11)]
+        + [f"{n} back" for n in range(1, 9)],
+        1: ["end stop", "loop ends", "after explore", "after resample"],
+    }
+    missing = {
+        name: found[name] for n, names in expected.items() for name in names if found[name] < n
+    }
+    assert not missing
+    # Thoughts and branches are not retracted.
+    assert found["inject, backspace"] == found["branch, backspace"] == 0
 
 
 def find(path: Path, reader: CachedReader) -> int:
@@ -87,46 +115,3 @@ def test_altered_traces_are_found(
         found = find(path, reader)
         assert found in ((at, at + 1) if kind == "gone" else (at,)), (name, kind, at)
     assert len(kinds) > 10
-
-
-def test_moves_of_the_caller(tiny: LanguageModel, reader: CachedReader, tmp_path: Path) -> None:
-    """Rows that are forked, rewound and forced, also after their end."""
-    prompt = tiny.tokenizer.encode("Guests: the sky is", add_bos=True)
-    sampler = calibrate_sampler(load_sampler("temperature").with_values({}), tiny)
-    engine = Engine(tiny, slots=4, capacity=256, recording=Recording(state=True))
-    row = Row(Request(prompt, sampler, BUDGET, seed=SEED))
-    rows, moves = [row], {"fork", "rewind", "force", "again"}
-    for event in engine.run(rows):
-        count = len(event.row.tokens)
-        if event.row is row and count >= 10 and "fork" in moves:
-            moves.remove("fork")
-            rows += engine.fork(row, 2, position=row.tokens[7].position)
-        elif event.row is row and count >= 14 and "rewind" in moves:
-            moves.remove("rewind")
-            engine.rewind(row, row.tokens[4].position)
-        elif event.row is rows[-1] and event.row is not row and count >= 12 and "force" in moves:
-            moves.remove("force")
-            engine.force(event.row, tiny.tokenizer.encode_within(" and then"))
-            rows += engine.fork(event.row, 1)
-        elif event.row is row and row.finish_reason and "again" in moves:
-            moves.remove("again")
-            engine.rewind(row, row.tokens[20].position)
-    assert not moves
-    path = tmp_path / "run.jsonl"
-    Rows(rows, header(tiny, sampler, prompt, seed=SEED)).save_trace(path)
-    found = replay(read_trace(path), reader)
-    assert str(found.doubt or "") == ""
-    lines = read_lines(path)
-    lines[-1]["rows"][0]["request"]["moves"][0]["rewinds"] = 7
-    doubt = replay(read_trace(write(path, lines)), reader).doubt
-    assert doubt is not None
-    assert doubt.stage == "draw"
-
-
-def test_random_numbers_are_those_of_jax() -> None:
-    for seed, row_id, position, attempt in ((0, "0", 5, 0), (99, "a name", 4095, 3)):
-        for index, stream in enumerate(STREAMS):
-            key, place = jnp.asarray(draw.row_key(seed, row_id)), jnp.int32(position)
-            expected = draw.uniforms(key, place, jnp.int32(attempt), jnp.int32(index), 16)
-            found = uniforms(row_key(seed, row_id), position, attempt, stream, 16)
-            np.testing.assert_array_equal(found, np.asarray(jax.device_get(expected)))

@@ -1,7 +1,6 @@
-"""Each arm's formulas: document 001's worked scenarios, and a float64 oracle."""
+"""Each arm's formulas: document 001's worked scenarios, and the float64 formulas of a replay."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 from entropix_jax.names import REGIMES
+from entropix_jax.replay import formulas
 from entropix_jax.sampler.context import Context, as_configured
 from entropix_jax.sampler.keys import scalars
 from entropix_jax.sampler.mechanisms import ACTIONS
@@ -90,106 +90,7 @@ def test_document_001(point: Metrics, regime: str, action: str, expected: dict[s
         assert float(own) == pytest.approx(0.36, rel=1e-5)
 
 
-# The oracle
-
-
-def configured_metrics(metrics: Values, v: Values) -> tuple[float, float]:
-    """Returns the configured attention entropy and agreement."""
-    entropies = {"normalised": "attn_entropy_norm", "raw": "attn_entropy"}
-    agreements = {"published": "agreement_published", "corrected": "agreement"}
-    entropy = metrics[entropies[v["metrics.attn_entropy"]]]
-    return entropy, metrics[agreements[v["metrics.agreement"]]]
-
-
-def uncertainty(metrics: Values, v: Values, thresholds: Sequence[float]) -> tuple[float, float]:
-    """Returns the entropy and varentropy of `adaptive`, given h1, h2, u1 and u2 of the row."""
-    h, u = metrics["entropy"], metrics["varentropy"]
-    if v["metrics.units"] == "thresholds":
-        h, u = h / max(thresholds[1], 1e-6), u / max(thresholds[3], 1e-6)
-    return min(h, v["adaptive.most"]), min(u, v["adaptive.most"])
-
-
-def oracle(
-    arm: str, metrics: Values, v: Values, may: bool, thresholds: Sequence[float]
-) -> dict[str, float]:
-    """Computes the proposal of an arm with Python floats, from the values of a sampler file."""
-    if not may:
-        arm = {"branch": "explore", "backspace": "adaptive"}.get(arm, arm)
-    h, va = metrics["entropy"], metrics["attn_varentropy"]
-    both = sum(uncertainty(metrics, v, thresholds))
-    ea, a = configured_metrics(metrics, v)
-    strength = metrics["interaction_strength"]
-    t0, k0, p0, m0 = (v[f"base.{name}"] for name in ("temperature", "top_k", "top_p", "min_p"))
-
-    action, t, k, p, m, candidates = arm, t0, k0, p0, m0, 1
-    if arm == "argmax":
-        t = 0.0
-    elif arm == "inject":
-        action = "inject" if may else "sample"
-        scale = v["inject.temperature_scale"] + v["inject.temperature_attn_entropy"] * ea
-        t = min(v["inject.temperature_max"], t0 * scale)
-    elif arm == "explore":
-        scale = v["explore.temperature_scale"] + v["explore.temperature_interaction"] * strength
-        t = min(v["explore.temperature_max"], t0 * scale)
-        k = math.floor(k0 * (1 + v["explore.top_k_disagreement"] * (1 - a)))
-        k = max(v["explore.top_k_min"], k) if k0 else 0
-    elif arm == "branch":
-        t, k = v["branch.temperature"], v["branch.width"]
-        p, m = v["branch.top_p"], v["branch.min_p"]
-    elif arm == "edt":
-        action = "sample"
-        nats = h * math.log(2)
-        if v["edt.theta"]:
-            t = t0 * v["edt.base"] ** (v["edt.theta"] / nats) if nats else 0.0
-    elif arm == "dynatemp":
-        low, high = v["dynatemp.temperature_min"], v["dynatemp.temperature_max"]
-        share = h / math.log2(VOCAB_SIZE)
-        action, t = "sample", low + (high - low) * share ** v["dynatemp.exponent"]
-    elif arm == "forking":
-        side = "high" if h > v["forking.threshold"] else "low"
-        action, t = "sample", v[f"forking.temperature_{side}"]
-    elif arm == "resample":
-        scale = v["resample.temperature_scale"] + v["resample.temperature_attn_varentropy"] * va
-        t = max(v["resample.temperature_min"], t0 * scale)
-        p = max(v["resample.top_p_min"], p0 - v["resample.top_p_attn_entropy"] * ea)
-    elif arm == "adaptive":
-        t = t0 * (
-            1
-            + v["adaptive.temperature_logits"] * both
-            + v["adaptive.temperature_attn"] * (ea + va)
-            - v["adaptive.temperature_agreement"] * a
-        )
-        p = np.clip(p0 * (1 + v["adaptive.top_p_attn_varentropy"] * va), v["adaptive.top_p_min"], 1)
-        k = round(
-            k0
-            * (1 + v["adaptive.top_k_interaction"] * strength - v["adaptive.top_k_agreement"] * a)
-        )
-        k = np.clip(k, v["adaptive.top_k_min"], v["adaptive.top_k_max"]) if k0 else 0
-        m = m0 * (1 - v["adaptive.min_p_logits"] * both)
-        m = np.clip(m, v["adaptive.min_p_min"], v["adaptive.min_p_max"])
-        candidates = v["adaptive.draws"]
-    return {
-        "action": ACTIONS.index(action),
-        "temperature": max(t, 0.0),
-        "top_k": k,
-        "top_p": p,
-        "min_p": m,
-        "num_candidates": candidates,
-    }
-
-
-def confidence_of(metrics: Values, v: Values, thresholds: Sequence[float]) -> float:
-    """Computes the documents' confidence score with Python floats."""
-    ea, a = configured_metrics(metrics, v)
-    h, u = uncertainty(metrics, v, thresholds)
-    return (
-        v["adaptive.confidence_entropy"] * (1 - h)
-        + v["adaptive.confidence_attn_entropy"] * (1 - ea)
-        + v["adaptive.confidence_varentropy"] * (1 - u)
-        + v["adaptive.confidence_attn_varentropy"] * (1 - metrics["attn_varentropy"])
-        + v["adaptive.confidence_agreement"] * a
-        + v["adaptive.confidence_interaction"] * metrics["interaction_strength"]
-    )
+# The oracle: the formulas of a replay, in float64
 
 
 def random_point(rng: np.random.Generator) -> dict[str, float]:
@@ -269,13 +170,16 @@ def test_arms_equal_the_oracle() -> None:
     views = jax.tree.map(lambda *x: jnp.stack(x), *rows)
     proposal, reported = propose_each(indices, metrics_at(points), params, views)
     for row, arm in enumerate(arms):
-        values, own = samplers[row].values, thresholds[row]
-        expected = oracle(arm, points[row], values, may[row].get(arm, True), own)
-        assert set(expected) == set(vars(proposal))
-        for name, value in expected.items():
-            got = float(getattr(proposal, name)[row])
-            assert got == pytest.approx(value, rel=2e-5, abs=2e-5), (row, name)
-        wanted = confidence_of(points[row], values, own)
+        v = samplers[row].values
+        point = formulas.as_configured(v, points[row], thresholds[row], VOCAB_SIZE)
+        expected = formulas.ARMS[arm](v, point, may[row])
+        assert ACTIONS[int(proposal.action[row])] == expected.action
+        assert int(proposal.top_k[row]) in expected.top_k
+        assert int(proposal.num_candidates[row]) == expected.candidates
+        for name in ("temperature", "top_p", "min_p"):
+            got, wanted = float(getattr(proposal, name)[row]), getattr(expected, name)
+            assert got == pytest.approx(wanted, rel=2e-5, abs=2e-5), (row, name)
+        wanted = formulas.confidence(v, point)
         assert float(reported[row]) == pytest.approx(wanted, rel=2e-5, abs=2e-5), row
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from entropix_jax.replay import threefry
 from entropix_jax.sampler import context
 from entropix_jax.sampler.draw import (
     STREAM_CANDIDATE,
     STREAM_DRAW,
     STREAM_NOISE,
+    STREAM_OBSERVE,
     STREAM_ROLLOUT,
     STREAM_XTC,
     row_key,
@@ -43,7 +43,6 @@ from tests.support.properties import examples
 from tests.support.samplers import proposal_of
 
 DRAWS = 4
-MARGIN = 1e-5  # relative to min-p, within which a token may be kept or dropped
 TINY = float(np.finfo(np.float32).tiny)
 
 
@@ -121,37 +120,13 @@ def batches(draw: st.DrawFn, vocab: int) -> Batch:
     )
 
 
-def check_nucleus(logits: np.ndarray, setting: Setting, left: Any, ids: Any, uniforms: Any) -> None:
-    """Checks a row's kept set and draws against the oracle. Any number of the tokens within
-    rounding of the min-p bound may be kept or dropped."""
-
-    def oracle(**changes: float) -> KeptTokens:
-        values = {**vars(setting), **changes}
-        names = ("temperature", "top_k", "top_p", "min_p")
-        return KeptTokens.of_nucleus(logits, proposal_of(**{name: values[name] for name in names}))
-
-    try:
-        oracle().check(left, ids, uniforms)
-        return
-    except AssertionError as error:
-        failure = error
-    fewest, most = (
-        oracle(min_p=setting.min_p * factor, top_p=1.0).most for factor in (1 + MARGIN, 1 - MARGIN)
-    )
-    kept, numbers = int(left.sum()), range(max(fewest, 1), most + 1)
-    # Top-p keeps more tokens if more tokens pass min-p.
-    place = bisect_left(numbers, kept, key=lambda number: oracle(min_p=0.0, top_k=number).most)
-    if place == len(numbers):
-        raise failure
-    oracle(min_p=0.0, top_k=numbers[place]).check(left, ids, uniforms)
-
-
 def check_row(logits: np.ndarray, setting: Setting, left: Any, ids: Any, uniforms: Any) -> None:
     assert left.any()
     assert np.all((ids >= 0) & (ids < logits.size))
     assert np.all(logits[ids] > -np.inf)
     if setting.rule == "nucleus" or setting.temperature == 0:
-        check_nucleus(logits, setting, left, ids, uniforms)
+        proposal = proposal_of(setting.temperature, setting.top_k, setting.top_p, setting.min_p)
+        KeptTokens.of_nucleus(logits, proposal).check(left, ids, uniforms)
     else:
         temperature, number = np.float32(setting.temperature), np.float32(setting.number)
         oracle = KeptTokens.of(setting.rule, logits, float(temperature), float(number))
@@ -264,32 +239,16 @@ def numbers(names: list[tuple[np.ndarray, int, int, int]], number: int = 4) -> n
     return np.asarray(uniforms_of(jnp.asarray(np.stack(keys)), *columns, number))
 
 
-def threefry(key: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
-    """Computes Threefry-2x32 with 20 rounds (Salmon et al. 2011), with Python integers."""
-    mask = 0xFFFFFFFF
-    schedule = (*key, key[0] ^ key[1] ^ 0x1BD11BDA)
-    x, y = (block[0] + key[0]) & mask, (block[1] + key[1]) & mask
-    for group in range(5):
-        for rotation in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
-            x = (x + y) & mask
-            y = ((y << rotation | y >> (32 - rotation)) & mask) ^ x
-        x = (x + schedule[(group + 1) % 3]) & mask
-        y = (y + schedule[(group + 2) % 3] + group + 1) & mask
-    return x, y
-
-
 def test_uniform_numbers_never_change() -> None:
-    """A change of the generator would change the text of every seed."""
-    assert STREAMS == (0, 1, 2, 3, 4)
+    """A change of the generator would change the text of every seed. Compares it with Threefry in
+    NumPy."""
+    assert (*STREAMS, STREAM_OBSERVE) == tuple(range(len(threefry.STREAMS)))
     rows = {(0, "0"): (0, 0, 0), (5, "récord"): (9, 2, 1), (-1, ""): (70_000, 1, 0)}
     drawn = numbers([(row_key(*row), *path) for row, path in rows.items()], 3)
     for (seed, row_id), path, found in zip(rows, rows.values(), drawn, strict=True):
-        digest = hashlib.sha256(f"{seed}:{row_id}".encode()).digest()
-        for index in range(3):
-            key = (int.from_bytes(digest[:4], "big"), int.from_bytes(digest[4:8], "big"))
-            for part in (*path, index):
-                key = threefry(key, (0, part))
-            assert found[index] == (key[0] >> 8) / 2**24
+        position, attempt, stream = path
+        key, name = threefry.row_key(seed, row_id), threefry.STREAMS[stream]
+        np.testing.assert_array_equal(found, threefry.uniforms(key, position, attempt, name, 3))
 
 
 def test_uniform_numbers_depend_on_each_part_of_their_key() -> None:

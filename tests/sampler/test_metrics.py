@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from jax import lax
 
 from entropix_jax.model.attention import attention_stats
-from entropix_jax.sampler.metrics import apply_noise_floor, measure
+from entropix_jax.sampler.metrics import apply_noise_floor, measure, measure_confidence
+from entropix_jax.sampler.settings import MAX_LIKELIEST
 from entropix_jax.stats import entropy_and_varentropy, sum_last, top_of_pair
 from tests.support import reference
 from tests.support.draw_oracles import LLAMA3
@@ -22,6 +23,9 @@ from tests.support.properties import examples
 
 measured = jax.jit(lambda logits: entropy_and_varentropy(jax.nn.log_softmax(logits, axis=-1)))
 floored = jax.jit(apply_noise_floor)
+confidences = jax.jit(
+    lambda logits, number: measure_confidence(jax.nn.log_softmax(logits, axis=-1), number)
+)
 
 
 @pytest.mark.parametrize("length", [0, 1, 127, 128, 129, 1000, LLAMA3])
@@ -56,6 +60,26 @@ def test_entropy_and_varentropy(logits: np.ndarray) -> None:
         np.testing.assert_allclose(u, reference.varentropy_bits(p), rtol=1e-4, atol=1e-5 * scale)
         assert -1e-6 <= h <= most + 3e-5
         assert 0 <= u <= scale
+
+
+@examples(40)
+@given(distributions(), st.data())
+def test_confidence(logits: np.ndarray, data: st.DataObject) -> None:
+    """The measures are finite, also for logits of -inf and at float32's limits, and lowest if all
+    tokens are equally likely."""
+    numbers = [data.draw(st.integers(2, MAX_LIKELIEST)) for _ in logits]
+    found = jax.device_get(confidences(jnp.asarray(logits), jnp.asarray(numbers, jnp.int32)))
+    for row, number, confidence, certainty, most in zip(logits, numbers, *found, strict=True):
+        z = row.astype(np.float64) - row.max().astype(np.float64)
+        log_probs = np.maximum(z - np.log(np.exp(z).sum()), -1e30)
+        top = np.sort(log_probs)[::-1][:number]
+        np.testing.assert_allclose(confidence, -top.mean(), rtol=1e-5, atol=2e-5)
+        wanted = -(log_probs + np.log(row.size)).mean()
+        np.testing.assert_allclose(certainty, wanted, rtol=2e-5, atol=5e-5)
+        np.testing.assert_allclose(most, np.exp(log_probs.max()), rtol=1e-5)
+        assert np.isfinite([confidence, certainty]).all()
+        assert confidence >= np.log(len(top)) - 1e-5
+        assert certainty >= -5e-5
 
 
 @examples(40)

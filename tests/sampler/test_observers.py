@@ -20,24 +20,18 @@ from entropix_jax.lab.answers import read_prompts
 from entropix_jax.lab.calibrate import PROMPTS_FILE
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.names import REGIMES
+from entropix_jax.replay import formulas
+from entropix_jax.replay.threefry import uniforms
 from entropix_jax.sampler.calibration import AT_ENTROPY, KNOTS, LEVELS, Calibration
 from entropix_jax.sampler.context import Context
-from entropix_jax.sampler.draw import STREAM_OBSERVE, row_key
+from entropix_jax.sampler.draw import row_key
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms import surrogate, view
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.presets import load_sampler
-from tests.support.draw_oracles import uniform_numbers
 from tests.support.samplers import batch_of, contexts_of, params_of, proposal_of
 
 VOCAB = 500
-
-
-def moments(p: np.ndarray) -> tuple[float, float]:
-    """Returns entropy (bits) and varentropy (bits^2)."""
-    p = p[p > 0]
-    h = -np.sum(p * np.log2(p))
-    return float(h), float(np.sum(p * (np.log2(p) + h) ** 2))
 
 
 def test_a_view_measures_another_distribution() -> None:
@@ -50,11 +44,9 @@ def test_a_view_measures_another_distribution() -> None:
     ]
     contexts = contexts_of(proposal_of([1.0] * len(views)), batch_of(*rows), jnp.asarray(logits))
     seen = jax.vmap(view.observe)(dataclasses.replace(contexts, logits=jnp.asarray(logits)))
-    for row, (temperature, likeliest) in enumerate(views):
-        z = np.sort(logits[row].astype(np.float64) / temperature)[-likeliest:]
-        p = np.exp(z - z.max())
+    for row, values in enumerate(views):
         # Without a view the given metrics, here zeros, do not change.
-        wanted = moments(p / p.sum()) if row else (0.0, 0.0)
+        wanted = formulas.view(dict(zip(keys, values, strict=True)), logits[row]) or (0.0, 0.0)
         found = seen.entropy[row], seen.varentropy[row]
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
@@ -74,7 +66,7 @@ def seen_varentropy(kind: str, token: TokenRecord, key: np.ndarray, tables: Cali
     if kind == "max_prob":
         rank = np.interp(token.max_prob, at_entropy(tables, "max_prob", h), LEVELS)
     else:
-        drawn = uniform_numbers(key, token.position, STREAM_OBSERVE, 1)[0]
+        drawn = uniforms((key[:1], key[1:]), token.position, 0, "observe", 1)[0]
         rank = {"permuted": drawn, "median": 0.5}[kind]
     return float(np.interp(rank, LEVELS, at_entropy(tables, "varentropy", h)))
 

@@ -91,7 +91,6 @@ def test_each_row_is_drawn_by_its_own(tiny: LanguageModel) -> None:
     assert any(token % 2 for token in tokens["0"])
     for own in tokens.values():  # the transform is every row's
         assert all(one != other for one, other in pairwise(own))
-    assert run(tiny, [everything[3]], slots=1) == {"3": tokens["3"]}
 
 
 @pytest.mark.parametrize("verdict", [fork, force])
@@ -283,18 +282,6 @@ def test_a_mechanism_may_end_its_row(rows: list[list[Any]]) -> None:
     greedy = job_of(arms__hehv="argmax")
     assert step.token == generate_own([greedy])[0][0].token
     assert [len(steps) for steps in rows[:3]] == [12, 12, 12]
-
-
-def test_a_row_is_itself_whatever_runs_beside_it(rows: list[list[Any]]) -> None:
-    """And its settings are traced: others compile nothing."""
-    jitted: Any = decode
-    generate_own([*JOBS[:3], job_of(change_course__patience=7, change_course__words="")])
-    programs = jitted._cache_size()
-    generate_own(JOBS)
-    assert jitted._cache_size() == programs
-    for job, steps in zip(JOBS, rows, strict=True):
-        (again,) = generate_own([job])
-        assert [(s.token, s.action) for s in again] == [(s.token, s.action) for s in steps]
 
 
 def test_as_a_user_sees_it(tiny: LanguageModel, tmp_path: Path) -> None:

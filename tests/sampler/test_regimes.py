@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from jax import lax
 
 from entropix_jax.names import BOXES, QUANTITIES, REGIMES, THRESHOLDS
+from entropix_jax.replay.formulas import count_rounds
+from entropix_jax.sampler import regimes
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.regimes import classify, count_rounds, update_drift
+from entropix_jax.sampler.regimes import classify, update_drift
 from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.sampler.settings import LOOP_WINDOW, MAX_PERIOD, LoopSettings, SamplerSettings
-from tests.support.chains import BOUNDS, CONFIG, TYPES, chain
 from tests.support.properties import examples
 from tests.support.sampler_strategies import around, numbers, percent_of, samplers
 from tests.support.samplers import (
@@ -27,21 +28,17 @@ from tests.support.samplers import (
     HOST,
     LITERAL,
     LITERAL_THRESHOLDS,
-    Job,
-    Line,
     batch_of,
-    generate,
     metrics_at,
     params_of,
     settings_of,
-    tokens_of,
 )
 
 ROWS, SLOTS = 8, 300
 TINY = float(np.finfo(np.float32).tiny)
 
 classify_each = jax.jit(jax.vmap(classify))
-rounds_each = jax.jit(jax.vmap(count_rounds, in_axes=(0, 0, 0, None)))
+rounds_each = jax.jit(jax.vmap(regimes.count_rounds, in_axes=(0, 0, 0, None)))
 
 
 def bound_of(sampler: Sampler, condition: str) -> np.float32:
@@ -216,45 +213,12 @@ def rounds_of(
     return found
 
 
-def rounds_by_hand(
-    generated: Sequence[int], max_period: int, repeats: int, similarity: float = 1.0
-) -> int:
-    """Counts rounds of the longest tail with at least `similarity` equal to one period before."""
-    tokens, rounds, share = [*generated], 0, np.float32(similarity)
-    for period in range(1, max_period + 1 if repeats >= 2 else 0):
-        same = [tokens[i] == tokens[i - period] for i in range(len(tokens) - 1, period - 1, -1)]
-        lengths = range(1, min(len(same), LOOP_WINDOW) + 1)
-        enough = [n for n in lengths if np.float32(sum(same[:n])) >= share * np.float32(n)]
-        if period <= len(tokens):
-            rounds = max(rounds, 1 + max(enough, default=0) // period - repeats + 1)
-    return rounds
-
-
 @examples(100)
 @given(st.lists(histories(), min_size=ROWS, max_size=ROWS), limits, st.integers(0, 3))
 def test_the_loop_guard(
     rows: list[tuple[list[int], int]], limit: tuple[int, int, float], junk: int
 ) -> None:
-    expected = [rounds_by_hand(tokens[len(tokens) - n :], *limit) for tokens, n in rows]
+    keys = "loop.max_period", "loop.repeats", "loop.similarity"
+    v = dict(zip(keys, limit, strict=True))
+    expected = [count_rounds(v, *row) for row in rows]
     assert rounds_of(rows, limit, junk) == expected
-
-
-def test_the_loop_guard_ends_loops() -> None:
-    """With the guard's defaults, loops end. Without the guard, argmax loops until the end."""
-    kinds = np.resize(["helv", "hehv", "lelv", "mid"], TYPES).tolist()
-    likeliest = {f"arms.{regime}": "argmax" for regime in ("helv", "hehv", "mid")}
-
-    def run(**changes: int) -> list[list[Line]]:
-        values = {f"loop.{key}": value for key, value in changes.items()}
-        sampler = params_of(LITERAL, {**BOUNDS, **likeliest, **values})
-        jobs = [Job([i], sampler, budget=60, row_id=str(i)) for i in range(8)]
-        return generate((CONFIG, chain(kinds).params), jobs)
-
-    for lines in run(max_period=0):
-        assert rounds_by_hand(tokens_of(lines), 32, 4) > 3
-    for lines in run():
-        rounds, tokens = [line.exact[-2] for line in lines], tokens_of(lines)
-        assert rounds == [rounds_by_hand(tokens[:i], 32, 4, 0.8) for i in range(60)]
-        assert [line.action == "resample" for line in lines] == [n > 0 for n in rounds]
-        looping = rounds.index(1)
-        assert 0 in rounds[looping : looping + 8]

@@ -27,6 +27,7 @@ from entropix_jax.sampler.state import (
     Step,
 )
 from tests.support.samplers import (
+    FEW,
     LITERAL,
     attn_stats,
     batch_of,
@@ -52,24 +53,6 @@ def run_step(
 
 def actions_of(choice: Choice) -> list[str]:
     return [ACTIONS[i] for i in choice.proposal.action]
-
-
-def test_a_row_that_loops_uses_the_loop_arm() -> None:
-    """The temperature rises with each copy. The regime stays the measured one."""
-    texts = [(1, 2, 3, 7, 7, 7), (1, 2, 7, 7, 7, 7), (1, 7, 7, 7, 7, 7), (1, 2) * 3]
-    logits = np.tile(logits_for("lelv"), (4, 1))
-    loop = {"arms.loop": "sample", "loop.heating": 0.5, "loop.similarity": 1.0}
-    params = params_of(LITERAL, {**BOUNDS, **loop})
-    choice, _, _ = run_step(logits, params, rows_of(*texts, generated=6))
-    assert choice.observation.rounds.tolist() == [0, 1, 2, 0]
-    assert {REGIMES[i] for i in choice.observation.regime} == {"lelv"}
-    assert actions_of(choice) == ["argmax", "sample", "sample", "argmax"]
-    heats = np.array([0, 1, 1.5, 0])
-    np.testing.assert_allclose(choice.proposal.temperature, 0.666 * heats, rtol=1e-6)
-    # The temperature is at most `hottest`, only for rows that loop.
-    params = params_of(LITERAL, {**BOUNDS, **loop, "loop.hottest": 0.75, "arms.lelv": "resample"})
-    choice, _, _ = run_step(logits, params, rows_of(*texts, generated=6))
-    np.testing.assert_allclose(choice.proposal.temperature, [2.0, 0.666, 0.75, 2.0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -152,6 +135,46 @@ def test_sequence_varentropy_of_small_differences() -> None:
     assert float(choice.observation.sequence_varentropy[0]) == pytest.approx(
         np.var(entropies), rel=0.02
     )
+
+
+# Every position of a vocabulary of three tokens calls for a retraction.
+SMALL: dict[str, Any] = {
+    "regimes.lelv": [],
+    "arms.lelv": "backspace",
+    "loop.max_period": 0,
+    "base.temperature": 1.0,
+    "base.min_p": 0.0,
+    "backspace.reach": 8,
+    "backspace.max_prob": 1.0,
+    "backspace.per_position": 8,
+}
+
+
+def test_some_token_is_left_to_draw() -> None:
+    """Retractions never ban the last token, together with the sampler's own bans."""
+    bans: list[list[int]] = [[], [1], [0, 2]]
+    settings = batch_of(*(params_of(LITERAL, {**SMALL, "draw.bans": ids}) for ids in bans))
+    state, actions = fresh_state(3), ["", "", ""]
+    texts: list[list[int]] = [[0], [0], [0]]
+    drawn: list[dict[int, list[int]]] = [{}, {}, {}]  # the tokens at each position
+    for _ in range(50):
+        rows = rows_of(*texts)
+        rows = replace(rows, generated=rows.length - 1, vocab_size=3)
+        logits = [np.random.default_rng(text).normal(size=3) for text in texts]
+        seen = jnp.asarray(np.stack(logits), jnp.float32)
+        choice, step, state = choose_jit(seen, attn_stats(3), settings, state, rows, parts=FEW)
+        for row, text in enumerate(texts):
+            actions[row] += ACTIONS[choice.proposal.action[row]][0]
+            if step.rewinds[row]:
+                del text[int(step.rows.length[row]) :]
+            else:
+                drawn[row].setdefault(len(text), []).append(int(choice.token[row]))
+                text.append(int(choice.token[row]))
+    assert actions == ["abbbb" * 10, ("abb" * 17)[:50], "a" * 50]
+    assert state.tally.states["backspace"].backspaced.tolist() == [20, 17, 0]
+    for banned, positions in zip(bans, drawn, strict=True):
+        for tokens in [*positions.values()][:-1]:
+            assert sorted([*tokens, *banned]) == [0, 1, 2]
 
 
 # Thoughts

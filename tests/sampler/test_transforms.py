@@ -3,7 +3,6 @@ batches, also with biases."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import jax
@@ -11,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.engine.decode import decode
 from entropix_jax.names import REGIMES
+from entropix_jax.replay import formulas
+from entropix_jax.replay.threefry import row_key as replay_key
 from entropix_jax.sampler.context import Context
 from entropix_jax.sampler.draw import row_key
 from entropix_jax.sampler.filters import penalise, truncate
@@ -20,26 +20,20 @@ from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.mechanisms.repetition import MAX_MATCH
 from entropix_jax.sampler.mechanisms.reweigh import count_excess
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import MAX_BIASES, Parts, SamplerSettings
+from entropix_jax.sampler.settings import Parts, SamplerSettings
 from entropix_jax.sampler.state import DrawnToken
-from tests.support import transform_oracles as oracles
-from tests.support.draw_oracles import random_logits
+from tests.support.draw_oracles import place_of, random_logits
 from tests.support.samplers import (
     ARMS,
     LITERAL,
-    PLAIN,
     RULES,
-    Job,
-    Line,
     attn_stats,
     batch_of,
     context,
     fresh_state,
-    generate,
     params_of,
     proposal_of,
     tiny_model,
-    tokens_of,
     used_of,
     with_state,
 )
@@ -116,34 +110,44 @@ def share_changed(logits: np.ndarray, want: list[np.ndarray]) -> float:
     return float(np.mean([np.any(a != b) for a, b in zip(logits, want, strict=True)]))
 
 
-# Each against its oracle
+# Each against the formulas of a replay
+
+
+def check_rows(name: str, logits: np.ndarray, tokens: Sequence[list[int]], **columns: Any) -> None:
+    """Compares a filter with its formula, for rows with these values in its section."""
+    generated = columns.pop("generated", [len(text) for text in tokens])
+    padded = columns.pop("padded", {})
+    settings = settings_of(name, len(tokens), **{**columns, **padded})
+    views = views_of(tokens, generated=jnp.asarray(generated, jnp.int32))
+    got = transformed(jnp.asarray(logits), settings, views)
+    want = []
+    for row, text in enumerate(tokens):
+        v = {
+            f"{name}.{key}": np.asarray(column[row]).tolist()
+            for key, column in columns.items()
+            if key != "breakers"
+        }
+        breakers = columns["breakers"][row] if "breakers" in columns else ()
+        place = place_of(v, text, generated=generated[row], breakers=breakers)
+        z = logits[row].astype(np.float64)
+        want.append(formulas.kept(getattr(formulas, name)(z, place), z))
+    check(got, want, share_changed(logits, want))
 
 
 def test_repetition() -> None:
     rng = np.random.default_rng(1)
     logits, tokens = random_logits(rng, ROWS, VOCAB), texts(rng, ROWS)
-    generated = np.array([rng.integers(0, len(text) + 1) for text in tokens])
-    values = rng.choice([0.5, 1.0, 1.3], ROWS), *rng.uniform(-2, 2, (2, ROWS))
-    settings = settings_of(
-        "repetition", ROWS, **dict(zip(("penalty", "frequency", "presence"), values, strict=True))
-    )
-    views = views_of(tokens, generated=jnp.asarray(generated, jnp.int32))
-    got = transformed(jnp.asarray(logits), settings, views)
-    rows = zip(logits, tokens, generated, *values, strict=True)
-    want = [oracles.repetition(*row) for row in rows]
-    check(got, want, share_changed(logits, want))
+    generated = [int(rng.integers(0, len(text) + 1)) for text in tokens]
+    frequency, presence = rng.uniform(-2, 2, (2, ROWS))
+    values = {"penalty": rng.choice([0.5, 1.0, 1.3], ROWS), "frequency": frequency}
+    check_rows("repetition", logits, tokens, **values, presence=presence, generated=generated)
 
 
 def test_no_repeat_ngram() -> None:
     """At least one token is kept in any case."""
     rng = np.random.default_rng(2)
     logits, tokens = random_logits(rng, ROWS, VOCAB), texts(rng, ROWS)
-    sizes = rng.choice([1, 2, 3, 5, MAX_MATCH], ROWS)
-    settings = settings_of("no_repeat_ngram", ROWS, size=sizes)
-    got = transformed(jnp.asarray(logits), settings, views_of(tokens))
-    rows = zip(logits, tokens, sizes, strict=True)
-    want = [oracles.no_repeat_ngram(*row) for row in rows]
-    check(got, want, share_changed(logits, want))
+    check_rows("no_repeat_ngram", logits, tokens, size=rng.choice([1, 2, 3, 5, MAX_MATCH], ROWS))
     one = np.where(np.arange(VOCAB) == 3, 0.0, -np.inf).astype(np.float32)[None]
     settings = settings_of("no_repeat_ngram", 1, size=[1])
     assert float(transformed(jnp.asarray(one), settings, views_of([[3]]))[0, 3]) == 0.0
@@ -152,8 +156,6 @@ def test_no_repeat_ngram() -> None:
 def test_dry() -> None:
     rng = np.random.default_rng(3)
     logits, tokens = random_logits(rng, ROWS, VOCAB), texts(rng, ROWS)
-    multipliers, bases = rng.uniform((0.1, 1.0), (3.0, 1.3), (ROWS, 2)).T
-    lengths, windows = rng.integers(1, 5, ROWS), rng.choice([4, 40, 1_000_000], ROWS)
     breakers = [
         [rng.integers(0, 4, rng.integers(1, 4)).tolist() for _ in range(rng.integers(0, 3))]
         for _ in range(ROWS)
@@ -162,62 +164,51 @@ def test_dry() -> None:
     for row, texts_ in enumerate(breakers):
         for i, text in enumerate(texts_):
             padded[row, i, : len(text)] = text
-    settings = settings_of(
+    check_rows(
         "dry",
-        ROWS,
-        multiplier=multipliers,
-        base=bases,
-        allowed_length=lengths,
-        window=windows,
-        breakers=padded,
+        logits,
+        tokens,
+        multiplier=rng.uniform(0.1, 3.0, ROWS).astype(np.float32),
+        base=rng.uniform(1.0, 1.3, ROWS).astype(np.float32),
+        allowed_length=rng.integers(1, 5, ROWS),
+        window=rng.choice([4, 40, 1_000_000], ROWS),
+        breakers=breakers,
+        padded={"breakers": padded},
     )
-    got = transformed(jnp.asarray(logits), settings, views_of(tokens))
-    values = multipliers.astype(np.float32), bases.astype(np.float32), lengths, windows, breakers
-    rows = zip(logits, tokens, *values, strict=True)
-    want = [oracles.dry(*row) for row in rows]
-    check(got, want, share_changed(logits, want))
 
 
 @pytest.mark.parametrize("probability", [0.3, 1.0])
 def test_xtc(probability: float) -> None:
-    """A row whose uniform number is below the probability equals the oracle, and any other row does
-    not change. Their counts pass a chi-squared test, independently for attempts and branches."""
+    """Each attempt at a position, and each branch, has its own random number."""
     rng = np.random.default_rng(4)
     logits = random_logits(rng, ROWS, VOCAB)
     logits[:, :5] += rng.uniform(0, 8, (ROWS, 5)).astype(np.float32)
     thresholds = rng.choice([0.02, 0.1, 0.3], ROWS)
-    want = np.stack([oracles.xtc(*row) for row in zip(logits, thresholds, strict=True)])
     settings = settings_of("xtc", ROWS, probability=probability, threshold=thresholds)
-    keys = jnp.asarray(np.stack([row_key(0, str(row)) for row in range(ROWS)]))
-    shows = np.any(want != logits, axis=1)
-    actions = []
+    keys = [row_key(0, str(row)) for row in range(ROWS)]
+    changed = []
     for attempt, branch in ((0, -1), (1, -1), (0, 0), (0, 7)):
         branches = jnp.full(ROWS, branch, jnp.int32)
-        views = views_of([[1]] * ROWS, attempt, key=keys, branch=branches)
+        views = views_of([[1]] * ROWS, attempt, key=jnp.asarray(np.stack(keys)), branch=branches)
         got = transformed(jnp.asarray(logits), settings, views)
-        acts = np.any((np.asarray(got) > -np.inf) != (logits > -np.inf), axis=1)
-        got = got + np.max(logits, axis=1, keepdims=True)  # the draw subtracts the maximum
-        check(got, [*np.where(acts[:, None], want, logits)], float(np.mean(shows)))
-        actions.append(acts[shows])
-    number = actions[0].size
-    for i, acts in enumerate(actions):
-        expected = number * np.array([probability, 1 - probability])
-        if probability == 1.0:
-            assert np.all(acts)
-            continue
-        observed = np.array([np.sum(acts), np.sum(~acts)])
-        assert np.sum((observed - expected) ** 2 / expected) < 10.83  # one in a thousand
-        for other in actions[:i]:
-            both = number * probability**2
-            assert abs(np.sum(acts & other) - both) < 4 * np.sqrt(both)
+        want = []
+        for row, threshold in enumerate(thresholds):
+            v = {"xtc.probability": probability, "xtc.threshold": threshold}
+            key = replay_key(0, str(row))
+            place = place_of(v, key=key, bans=[0] * attempt, branch=branch)
+            want.append(formulas.xtc(logits[row].astype(np.float64), place, 0.0))
+        check(got, want, share_changed(logits, want) / probability)
+        changed.append([np.any(a != b) for a, b in zip(logits, want, strict=True)])
+    assert probability == 1.0 or len({*map(tuple, changed)}) == 4
 
 
 @pytest.mark.parametrize(("target", "decay"), [(0.5, 0.9), (0.3, 0.99), (0.4, 0.0)])
 def test_a_run_of_adaptive_p(target: float, decay: float) -> None:
-    """Each step's logits equal the oracle's, and the mean probability converges to the target."""
+    """Each step's logits equal the formula's, and the mean probability converges to the target."""
     rng, steps = np.random.default_rng(5), 300
     settings = settings_of("adaptive_p", 1, target=target, decay=decay)
-    oracle, state, seen = oracles.AdaptiveP(target, decay), fresh_state(1), []
+    v = {"adaptive_p.target": target, "adaptive_p.decay": decay, "truncation.rule": "nucleus"}
+    state, states, seen = fresh_state(1), {"adaptive_p": 0.0}, []
     after = jax.jit(
         lambda row, drawn: jax.vmap(count_excess)(drawn, replace(row, settings=settings))
     )
@@ -226,9 +217,11 @@ def test_a_run_of_adaptive_p(target: float, decay: float) -> None:
     for logits in rows:
         row = views_of([[1]], tally=state.tally)
         got = np.asarray(transformed(jnp.asarray(logits)[None], settings, row))[0]
-        np.testing.assert_allclose(got, oracle.logits(logits), rtol=1e-4, atol=1e-3)
+        exact = logits.astype(np.float64)
+        want = formulas.kept(formulas.adaptive_p(exact, place_of(v, states=states), 0.0), exact)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
         p = np.exp(got - got.max())
-        token = rng.choice(VOCAB, p=p / p.sum())
+        token = int(rng.choice(VOCAB, p=p / p.sum()))
         drawn = DrawnToken(
             logits=jnp.asarray(logits)[None],
             token=jnp.asarray([token], jnp.int32),
@@ -236,10 +229,11 @@ def test_a_run_of_adaptive_p(target: float, decay: float) -> None:
         )
         excess = after(row, drawn)
         state = with_state(state, "adaptive_p", excess)
-        seen.append(float(np.exp(logits[token]) / np.sum(np.exp(logits))))
-        oracle.drew(seen[-1])
-        mean = oracle.sum / oracle.weight
-        assert float(excess[0]) == pytest.approx(mean - target, abs=1e-5)
+        seen.append(float(np.exp(formulas.log_softmax(exact))[token]))
+        states = formulas.learn(
+            v, states, formulas.Proposal("", 1.0, (0,), 1, 0), exact, exact, token
+        )
+        assert float(excess[0]) == pytest.approx(states["adaptive_p"], abs=1e-5)
     assert np.mean(seen) == pytest.approx(target, abs=0.05)
 
 
@@ -292,122 +286,6 @@ def test_only_used_transforms_are_compiled() -> None:
         assert jaxpr.count(" cond[") - jaxpr.count("platform_index") == len(used) + 4
     phrases = load_sampler("min-p").with_values({"phrases.banned": ["ab", ""]})
     assert used_of(phrases) == {"phrases", "sample", "resample"}
-
-
-# In a batch
-
-VALUES: dict[str, dict[str, Any]] = {
-    "none": {},
-    "xtc": {"xtc.probability": 0.7, "xtc.threshold": 0.02},
-    "dry": {"dry.multiplier": 5.0, "dry.allowed_length": 1, "dry.breakers": ""},
-    "adaptive_p": {"adaptive_p.target": 0.2},
-    "no_repeat_ngram": {"no_repeat_ngram.size": 1},
-    "repetition": {"repetition.frequency": 2.0, "repetition.presence": 1.0},
-    "all": {
-        "xtc.probability": 0.5,
-        "dry.multiplier": 1.0,
-        "adaptive_p.target": 0.4,
-        "no_repeat_ngram.size": 2,
-        "repetition.penalty": 1.3,
-    },
-}
-
-
-def job(values: dict[str, Any], row: str, phrases: Iterable[Iterable[int]] = ()) -> Job:
-    sampler = params_of("min-p", {**PLAIN, "base.min_p": 0.02, **values})
-    banned = np.full((8, 16), -1, np.int32)
-    for place, phrase in zip(banned, phrases, strict=False):
-        tokens = [*phrase]
-        place[: len(tokens)] = tokens
-    own = replace(sampler.own["phrases"], banned=banned)
-    sampler = replace(sampler, own={**sampler.own, "phrases": own})
-    return Job([5, 6, 7, 5, 6], sampler, budget=24, row_id=row)
-
-
-@cache
-def plain_lines(row: str) -> tuple[Line, ...]:
-    """Returns the lines of a row without transforms."""
-    return tuple(generate(MODEL, [job({}, row)])[0])
-
-
-def test_mixed_batches_equal_single_rows() -> None:
-    """Mixed batches use the same programs as rows without transforms."""
-    plain_lines("none")
-    program: Any = decode
-    compiled = program._cache_size()
-    jobs = [job(values, f"{name} 1") for name, values in VALUES.items()]
-    together = generate(MODEL, jobs)
-    for one, lines in zip(jobs, together, strict=True):
-        (alone,) = generate(MODEL, [one])
-        assert [line.exact for line in lines] == [line.exact for line in alone]
-    assert program._cache_size() == compiled
-    # Each transform changes the text.
-    for name, lines in zip(VALUES, together, strict=True):
-        assert (tokens_of(lines) != tokens_of(plain_lines(f"{name} 1"))) == (name != "none")
-    written = tokens_of(together[[*VALUES].index("no_repeat_ngram")])
-    assert len({*written, 5, 6, 7}) == len(written) + 3
-
-
-# Phrases
-
-
-def holds_phrase(tokens: list[int], phrase: list[int]) -> bool:
-    return any(tokens[i : i + len(phrase)] == phrase for i in range(len(tokens)))
-
-
-def test_phrases_are_retracted() -> None:
-    """The text is the same up to the phrase, whose first token is replaced."""
-    jobs, begins, bans = [], [], []
-    for number, start in enumerate((0, 2, 5, 10, 15)):
-        written = tokens_of(plain_lines(str(number)))
-        phrase = written[start : start + 1 + number]
-        first = next(i for i in range(24) if written[i : i + len(phrase)] == phrase)
-        jobs.append(job({}, str(number), [phrase]))
-        begins.append(first)
-        bans.append(phrase)
-    for number, lines in enumerate(generate(MODEL, jobs)):
-        before, after = tokens_of(plain_lines(str(number))), tokens_of(lines)
-        assert after[: begins[number]] == before[: begins[number]]
-        assert after[begins[number]] != before[begins[number]]
-        assert not holds_phrase(after, bans[number])
-        assert len(after) == 24
-        # Resampled tokens have the action `phrases`, not `backspace`.
-        assert {line.action for line in lines} == {"sample", "phrases"}
-
-
-def test_settled_tokens_are_not_retracted() -> None:
-    """Uses many phrases at once, some longer than the reach, and some rows with `backspace`."""
-    rng = np.random.default_rng(6)
-    jobs, bans = [], []
-    for number in range(9):
-        written = tokens_of(plain_lines(str(number)))
-        starts = rng.integers(0, 20, 8)
-        phrases = [written[s : s + int(rng.integers(1, 13))] for s in starts]
-        values = {"arms.mid": "backspace", "backspace.reach": 8} if number >= 6 else {}
-        jobs.append(job(values, str(number), phrases))
-        bans.append(phrases)
-    alone = [generate(MODEL, [one])[0] for one in jobs[::4]]
-    together = generate(MODEL, jobs, chunks=(1, 2, 32, 32, 32, 32))
-    for lines, again in zip(together[::4], alone, strict=True):
-        assert [line.exact for line in lines] == [line.exact for line in again]
-    for phrases, lines in zip(bans, together, strict=True):
-        settled = 0
-        for line in lines:
-            assert line.position >= settled
-            settled = max(settled, int(line.records[0].settled))
-        assert not any(holds_phrase(tokens_of(lines), phrase) for phrase in phrases)
-
-
-def test_phrases_that_are_not_retracted() -> None:
-    """Phrases are kept if the budget is spent, and in forced tokens."""
-    written = tokens_of(plain_lines("0"))
-    spent = job({"phrases.per_row": 0}, "0", [written[3:5]])
-    assert tokens_of(generate(MODEL, [spent])[0]) == written
-    thought: dict[str, Any] = {f"arms.{regime}": "inject" for regime in ("mid", "loop")}
-    thought |= {"inject.thought": "abcd", "inject.cooldown": 4}
-    thought |= {"inject.after": "", "inject.earliest": 0}
-    (lines,) = generate(MODEL, [job(thought, "0", [[97, 98], [99, 100]])])
-    assert holds_phrase(tokens_of(lines), [97, 98, 99, 100])
 
 
 # Biases
@@ -472,21 +350,3 @@ def test_a_bias_with_bans_penalties_and_the_noise_floor() -> None:
     # A small bias does not make its token the only one if all tokens above the floor are banned.
     found = modified(logits, floored, draw__bias=[[2, 0.5], [1, 9]], draw__bans=[0, 1])
     assert found == [low, low, -8.5, -9, -9]
-
-
-def test_a_bias_of_0_changes_nothing() -> None:
-    """Biases of other rows do not change the row either."""
-    values = {**PLAIN, "base.temperature": 1.5, "base.top_k": 0, "base.top_p": 1.0}
-
-    def job(row: str, pairs: Pairs) -> Job:
-        sampler = params_of(LITERAL, {**values, "draw.bias": pairs})
-        return Job([5, 6, 7], sampler, budget=24, row_id=row)
-
-    alone = generate(MODEL, [job(str(i), []) for i in range(4)])
-    zeros = [[i, 0.0] for i in range(MAX_BIASES)]
-    others = [[[i, bias] for i in range(MAX_BIASES)] for bias in (-50.0, 3.0, 9.0)]
-    beside = generate(MODEL, [job("0", []), job("1", zeros), *(job("2", p) for p in others)])
-    for lines, same in zip(alone[:2], beside, strict=False):
-        assert [line.exact for line in lines] == [line.exact for line in same]
-    texts = {tuple(line.token for line in lines) for lines in (alone[2], *beside[2:])}
-    assert len(texts) > 2

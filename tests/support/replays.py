@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.preparation import CalibratedSampler, calibrate_sampler
+from entropix_jax.engine.preparation import calibrate_sampler
 from entropix_jax.engine.results import Request, Row, Rows
 from entropix_jax.engine.state import Recording
 from entropix_jax.engine.trace import header
 from entropix_jax.model.loading import LanguageModel
+from entropix_jax.names import SERVED, THRESHOLDS
+from entropix_jax.replay.formulas import ARMS, RULES
 from entropix_jax.replay.model import ModelReader
 from entropix_jax.replay.state import Reading
 from entropix_jax.sampler.presets import load_sampler, preset_names
@@ -23,104 +28,271 @@ from tests.support.samplers import EVERYTHING
 
 Json = dict[str, Any]
 
-SEED, BUDGET, SLOTS = 5, 24, 8
-PROMPT = "Guests: the sky is"
+SEED, BUDGET, SLOTS, RANDOM = 5, 24, 8, 100
+PERIOD = 46  # the id of "."
+PROMPTS = ("Guests: the sky is", "Once upon a time", "Mia has 12 apples", "The")
 ANYWHERE = {"inject.after": "", "inject.earliest": 0, "inject.per_row": 1000, "start.tokens": 0}
 HOT = {"base.temperature": 2.0}
-# Settings that no preset has. Each is a preset and its changes.
-SPECIAL: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "everything": ("entropix", EVERYTHING | ANYWHERE),
-    "first-tokens": (
-        "entropix",
-        EVERYTHING | ANYWHERE | {"branch.commit_all": False, "branch.margin": 5.0},
-    ),
-    "far-back": (
-        "entropix",
-        EVERYTHING
-        | ANYWHERE
-        | {"backspace.reach": 8, "backspace.max_prob": 1.0, "backspace.per_position": 8}
-        | {"branch.rollout_temperature": 1.5, "branch.noise": 1.0, "branch.processed": True}
-        | {"branch.min_p": 0.02, "xtc.probability": 0.5, "base.top_p": 0.9},
-    ),
-    "dynamic": ("entropix", EVERYTHING | ANYWHERE | {"thresholds.dynamic": True}),
-    "phrases": ("temperature", HOT | {"phrases.banned": [".", " a", " is a singer", "\n"]}),
-    "thinking": (
+ALL = EVERYTHING | ANYWHERE
+FAR_BACK = (
+    ALL
+    | {"backspace.reach": 8, "backspace.max_prob": 1.0, "backspace.per_position": 8}
+    | {"branch.rollout_temperature": 1.5, "branch.noise": 1.0, "branch.processed": True}
+    | {"branch.min_p": 0.02, "xtc.probability": 0.5, "base.top_p": 0.9}
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row to replay: a preset with changes, a prompt, a budget, and other fields of a request."""
+
+    preset: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    prompt: str = PROMPTS[0]
+    budget: int = BUDGET
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+# Settings that no preset has.
+SPECIAL: Mapping[str, Case] = {
+    "everything": Case("entropix", ALL),
+    "first-tokens": Case("entropix", ALL | {"branch.commit_all": False, "branch.margin": 5.0}),
+    "far-back": Case("entropix", FAR_BACK),
+    "dynamic": Case("entropix", ALL | {"thresholds.dynamic": True}),
+    "phrases": Case("temperature", HOT | {"phrases.banned": [".", " a", " is a singer", "\n"]}),
+    "thinking": Case(
         "temperature",
         HOT
         | {"think_end.text": " So the", "think_end.entropy": 3.0, "think_end.patience": 3}
         | {"budget_forcing.end": " end", "budget_forcing.wait": " Wait"}
         | {"budget_forcing.min_tokens": 18, "budget_forcing.max_tokens": 20},
     ),
-    "unsure": ("temperature", HOT | {"confidence.threshold": 9.0, "confidence.window": 5}),
-    "penalties": (
+    "unsure": Case("temperature", HOT | {"confidence.threshold": 9.0, "confidence.window": 5}),
+    "penalties": Case(
         "min-p",
         {"base.temperature": 3.0, "base.temperature_last": True, "metrics.noise_floor": True}
         | {"draw.bans": [5, 6, 13], "draw.bias": [[20, 5.0], [21, -100], [22, 1.0]]}
         | {"repetition.penalty": 1.3, "repetition.frequency": 0.2, "repetition.presence": 0.1}
         | {"no_repeat_ngram.size": 3},
     ),
-    "loops": (
+    "loops": Case(
         "greedy",
         {"loop.max_period": 32, "loop.repeats": 2, "arms.loop": "resample", "loop.heating": 0.5}
         | {"start.tokens": 3, "arms.start": "sample", "draw.bias": [[20, 30.0]]},
     ),
-    "layers": (
+    "layers": Case(
         "document-000",
         {"metrics.layers": [0.0, 1.0, 0.5, 2.0], "base.temperature": 1.3}
         | {"regimes.lehv": ["entropy > 0.3", "entropy < 1"], "regimes.hehv": ["entropy > 1"]},
     ),
-    "view": (
+    "view": Case(
         "eager",
         {"base.temperature": 1.8, "arms.lelv": "branch", "arms.hehv": "backspace"}
         | {"arms.lehv": "adaptive"},
     ),
-    "line": (
-        "entropix",
-        EVERYTHING | ANYWHERE | {"branch.until": "line", "branch.depth": 12, "arms.helv": "branch"},
+    "line": Case(
+        "entropix", ALL | {"branch.until": "line", "branch.depth": 12, "arms.helv": "branch"}
     ),
-    "other-bounds": (
+    "other-bounds": Case(
         "entropix",
-        EVERYTHING
-        | ANYWHERE
+        ALL
         | {"regimes.lelv": ["sequence_varentropy < 0.5"], "arms.lelv": "edt"}
         | {"regimes.helv": ["attn_entropy_norm > 40%"], "arms.mid": "dynatemp"},
     ),
-    "stopped": ("temperature", HOT),
-    "hooks": ("entropix", EVERYTHING | ANYWHERE | {"branch.margin": 5.0}),
+    "stopped": Case("temperature", HOT, options={"stop": ["e", "<|im_end|>"]}),
+    "hooks": Case(
+        "entropix",
+        ALL | {"branch.margin": 5.0},
+        options={"retrieve": lambda text: " so", "ask": lambda row, texts: 1},
+    ),
+    # Branches longer than the blocks of 32 positions in which the cache is copied.
+    "deep": Case("adadec", {"branch.depth": 40, "branch.commit_all": True}, budget=100),
+    # End tokens: at the end of the budget, in a thought, replaced by ` and`, and of low confidence.
+    "eos-last": Case("greedy", budget=3, options={"eos_ids": (PERIOD,)}),
+    "eos-in-thought": Case("entropix", ALL, options={"eos_ids": (PERIOD,)}),
+    "eos-later": Case(
+        "greedy",
+        {"budget_forcing.wait": " and", "budget_forcing.min_tokens": 12},
+        options={"eos_ids": (PERIOD,)},
+    ),
+    "unsure-last": Case(
+        "temperature", HOT | {"confidence.threshold": 100.0, "confidence.window": 5}, budget=5
+    ),
+    **{f"far-back-{n}": Case("entropix", FAR_BACK, budget=n) for n in range(1, 9)},
+    # Rows that are rarely in doubt, so that they go back far.
+    **{
+        f"doubt-{n}": Case(
+            "temperature",
+            {"base.temperature": 1.0, "arms.hehv": "backspace", "backspace.per_position": 8}
+            | {"regimes.lelv": ["entropy < -1"], "regimes.hehv": ["entropy > 1.5"]}
+            | {"backspace.reach": 8, "backspace.max_prob": 0.3},
+            PROMPTS[1],
+            budget=50,
+        )
+        for n in range(6)
+    },
+    # Each rule, and states that are restored where rows go back.
+    **{f"back-{rule}": Case("entropix", ALL | {"truncation.rule": rule}) for rule in RULES},
+    "back-adaptive-p": Case("entropix", ALL | {"adaptive_p.target": 0.3, "adaptive_p.decay": 0.5}),
+    "cntp-hot": Case("cntp", HOT, budget=60),
 }
-NAMES = (*preset_names(), *SPECIAL)
 
 
-def samplers(model: LanguageModel) -> dict[str, CalibratedSampler]:
-    """All presets and special samplers, as parts of one compiled step."""
-    loaded = {name: load_sampler(name) for name in preset_names()}
-    loaded |= {name: load_sampler(one).with_values(own) for name, (one, own) in SPECIAL.items()}
-    found = {name: calibrate_sampler(sampler, model) for name, sampler in loaded.items()}
-    every = frozenset().union(*(sampler.parts.used for sampler in found.values()))
-    return {name: replace(sampler, others=every) for name, sampler in found.items()}
+def random_case(seed: int) -> Case:
+    """Returns a row with random values of most settings."""
+    rng = np.random.default_rng([7, seed])
+
+    def one_of(*values: Any) -> Any:
+        return values[rng.integers(len(values))]
+
+    def often(value: Any, otherwise: Any) -> Any:
+        return value if rng.random() < 0.7 else otherwise
+
+    def number(low: int, high: int) -> int:
+        return int(rng.integers(low, high + 1))
+
+    def share(low: float, high: float) -> float:
+        return round(float(rng.uniform(low, high)), 3)
+
+    def text() -> str:
+        return str(one_of(" and then", ".", " Wait", "\n", " so the", " a", " singer is"))
+
+    bounds = [sorted((share(0.1, 3.5), share(0.1, 3.5))) for _ in range(2)]
+    thresholds = dict(zip(THRESHOLDS, itertools.chain(*bounds), strict=True))
+    boxes = {
+        "lelv": ["entropy < h1", "varentropy < u1"],
+        "helv": ["entropy > h1", "varentropy < u2"],
+        "lehv": ["entropy < h2", "varentropy > u2"],
+        "hehv": ["entropy > h2", "varentropy > u1"],
+    }
+    quantity = one_of("agreement", "attn_entropy_norm", "sequence_varentropy")
+    boxes[one_of(*boxes)] += often([], [f"{quantity} > {share(0.3, 0.7)}"])
+    natural = ("argmax", "inject", "branch", "backspace", "adaptive", "resample", "argmax")
+    arms = {
+        f"arms.{served}": often(arm, one_of(*ARMS))
+        for served, arm in zip(SERVED, natural, strict=True)
+    }
+    scalars = {
+        "thresholds.dynamic": one_of(True, False),
+        "thresholds.rate": one_of(0.05, 0.3),
+        "start.tokens": often(0, number(1, 4)),
+        "base.temperature": one_of(0.0, 0.5, 0.8, 1.5, 2.0, 4.0),
+        "base.top_k": one_of(0, 27, 3),
+        "base.top_p": one_of(0.9, 0.3, 1.0),
+        "base.min_p": one_of(0.03, 0.0, 0.2),
+        "base.temperature_last": one_of(True, False),
+        "truncation.rule": often("nucleus", one_of(*RULES)),
+        "metrics.units": one_of("bits", "thresholds"),
+        "metrics.layers": one_of("all", "last"),
+        "metrics.noise_floor": often(False, True),
+        "metrics.attn_entropy": one_of("normalised", "raw"),
+        "metrics.agreement": one_of("corrected", "published"),
+        "view.temperature": often(1.0, share(0.5, 2.0)),
+        "view.likeliest": often(0, number(2, 20)),
+        "draw.bans": often([], rng.integers(0, 400, 5).tolist()),
+        "draw.bias": often([], [[i, share(-9, 9)] for i in range(number(1, 64))]),
+        "repetition.penalty": often(1.0, 1.3),
+        "repetition.frequency": often(0.0, 0.3),
+        "repetition.presence": often(0.0, 0.3),
+        "no_repeat_ngram.size": often(0, number(1, 3)),
+        "dry.multiplier": often(0.0, share(0.1, 3.0)),
+        "dry.allowed_length": number(1, 3),
+        "dry.breakers": often([], [text() for _ in range(2)]),
+        "xtc.probability": often(0.0, share(0.1, 1.0)),
+        "adaptive_p.target": often(-1.0, share(0.1, 0.6)),
+        "mirostat.target": share(1.0, 4.0),
+        "mirostat.rate": one_of(0.1, 1.0),
+        "loop.max_period": one_of(0, number(1, 4)),
+        "loop.repeats": 2,
+        "loop.heating": one_of(1.0, 0.0),
+        "loop.similarity": one_of(0.8, 1.0),
+        "loop.hottest": one_of(1.5, 3.0),
+        "adaptive.draws": number(1, 16),
+        "inject.thought": [text() for _ in range(number(0, 3))],
+        "inject.after": often("", [".", "\n"]),
+        "inject.earliest": often(0, number(1, 8)),
+        "inject.cooldown": number(0, 6),
+        "inject.per_row": often(1000, number(0, 3)),
+        "inject.until_confident": one_of(True, False),
+        "branch.width": number(1, 10),
+        "branch.depth": number(1, 8),
+        "branch.until": often("regime", one_of("punctuation", "line", "depth")),
+        "branch.sampled": often(False, True),
+        "branch.narrow": 0.1,
+        "branch.wide": often(0.0, share(0.5, 3.0)),
+        "branch.temperature": one_of(0.4, 1.0, 3.0),
+        "branch.min_p": one_of(0.1, 0.0, 0.003),
+        "branch.top_p": one_of(1.0, 0.97, 0.8),
+        "branch.noise": often(0.0, one_of(0.5, 2.0)),
+        "branch.rollout_temperature": one_of(0.0, 0.8, 2.0),
+        "branch.processed": one_of(True, False),
+        "branch.entropy_weight": one_of(0.0, 0.1, -0.4, 1.3),
+        "branch.varentropy_weight": one_of(0.0, 0.1, -0.4, 1.3),
+        "branch.margin": one_of(0.0, 0.3, 3.0),
+        "branch.commit_all": often(True, False),
+        "branch.per_row": often(1000, number(0, 4)),
+        "branch.max_share": often(1000.0, 0.7),
+        "backspace.reach": one_of(1, number(2, 8), 8),
+        "backspace.max_prob": one_of(1.0, 0.5, 0.05),
+        "backspace.per_position": one_of(2, number(0, 8), 8),
+        "backspace.per_row": often(40, number(0, 12)),
+        "think_end.text": text(),
+        "think_end.entropy": one_of(0.5, 3.0),
+        "think_end.patience": often(0, number(1, 3)),
+        "budget_forcing.end": text(),
+        "budget_forcing.wait": text(),
+        "budget_forcing.min_tokens": often(0, 20),
+        "budget_forcing.max_tokens": often(0, number(5, 15)),
+        "budget_forcing.times": one_of(1, 2, 100),
+        "phrases.banned": often([], [text() for _ in range(3)]),
+        "phrases.per_row": often(64, number(0, 2)),
+        "confidence.likeliest": number(2, 20),
+        "confidence.window": number(1, 9),
+        "confidence.threshold": often(0.0, share(2.0, 9.0)),
+    }
+    return Case(
+        "entropix",
+        {f"thresholds.{name}": value for name, value in thresholds.items()}
+        | {f"regimes.{box}": bound for box, bound in boxes.items()}
+        | arms
+        | scalars,
+        str(one_of(*PROMPTS)),
+        often(BUDGET, number(1, 40)),
+        {"eos_ids": often((), (PERIOD,))},
+    )
+
+
+CASES: Mapping[str, Case] = {
+    **{name: Case(name) for name in preset_names()},
+    **SPECIAL,
+    **{f"random-{seed}": random_case(seed) for seed in range(RANDOM)},
+}
 
 
 def record(model: LanguageModel, folder: Path) -> dict[str, Path]:
-    """Runs every sampler once, in one batch, and writes a trace of each row."""
-    prompt, paths = model.tokenizer.encode(PROMPT, add_bos=True), {}
-    engine = Engine(model, slots=SLOTS, capacity=256, recording=Recording(top=2, layers=True))
-    rows = [
-        Row(Request(prompt, sampler, BUDGET, name, SEED, model.eos_ids), number=number)
-        for number, (name, sampler) in enumerate(samplers(model).items())
-    ]
-    changes: dict[str, Json] = {name: {"eos_ids": ()} for name in SPECIAL}
-    changes |= {
-        "stopped": {"stop": ["e", "<|im_end|>"], "eos_ids": ()},
-        "hooks": {"retrieve": lambda text: " so", "ask": lambda row, texts: 1, "eos_ids": ()},
+    """Runs every row once, in one batch and one compiled step, and writes a trace of each."""
+    loaded = {
+        name: load_sampler(case.preset).with_values(case.changes) for name, case in CASES.items()
     }
-    for row in rows:
-        row.request = replace(row.request, **changes.get(row.request.row_id, {}))
-    for _ in engine.run(rows):
-        pass
-    for row in rows:
-        name, sampler = row.request.row_id, row.request.sampler
+    samplers = {name: calibrate_sampler(sampler, model) for name, sampler in loaded.items()}
+    every = frozenset().union(*(sampler.parts.used for sampler in samplers.values()))
+    engine = Engine(model, slots=SLOTS, capacity=256, recording=Recording(top=2, layers=True))
+    rows = []
+    for number, (name, case) in enumerate(CASES.items()):
+        prompt = model.tokenizer.encode(case.prompt, add_bos=True)
+        sampler = replace(samplers[name], others=every)
+        request = Request(prompt, sampler, case.budget, name, SEED, **case.options)
+        rows.append(Row(request, number=number))
+    shown = dict.fromkeys(CASES, "")
+    for event in engine.run(rows):
+        shown[event.row.request.row_id] += "".join(piece.text for piece in event.pieces)
+    # Emitted text is final.
+    assert [*shown.values()] == [row.text for row in rows]
+    paths = {}
+    for name, row in zip(CASES, rows, strict=True):
+        about = header(model, row.request.sampler, row.request.prompt, seed=SEED, name="tiny")
         paths[name] = folder / f"{name}.jsonl"
-        Rows([row], header(model, sampler, prompt, seed=SEED, name="tiny")).save_trace(paths[name])
+        Rows([row], about).save_trace(paths[name])
     return paths
 
 

@@ -275,17 +275,13 @@ class Line:
 
     action: str
     regime: str
-    entropy: float
     tokens: list[int]  # one token, or those of a branch
-    logprobs: list[float]
     position: int
     forwards: int
-    rolled_out: int
     status: int
     waited: int  # steps that a fork waited for lanes
     exact: tuple[Any, ...]  # values that must be equal wherever the row runs
     numbers: np.ndarray  # values that may differ by rounding
-    records: tuple[StepRecord, ...]  # of each token
     # Of a fork:
     branches: tuple[list[int], ...] = ()  # the tokens of each
     scores: tuple[float, ...] = ()
@@ -436,7 +432,6 @@ class Recorder:
         line = self._line(paths[best][: max(committed, 1)], record)
         line = replace(
             line,
-            rolled_out=sum(map(len, paths)),
             waited=self._waited.pop(row),
             exact=(*line.exact, best, ambiguous, branches),
             numbers=np.concatenate([line.numbers, scores]),
@@ -460,12 +455,9 @@ class Recorder:
         return Line(
             action=action,
             regime=REGIMES[seen.regime],
-            entropy=float(seen.metrics.entropy),
             tokens=tokens,
-            logprobs=[float(one.choice.logprob) for one in taken],
             position=int(first.position),
             forwards=int(after.forwards),
-            rolled_out=0,
             status=int(after.status),
             waited=0,
             exact=(
@@ -480,16 +472,7 @@ class Recorder:
                 int(choice.proposal.top_k),
             ),
             numbers=np.array(floats),
-            records=tuple(taken),
         )
-
-
-def tokens_of(lines: Sequence[Line]) -> list[int]:
-    """Returns the tokens that a row kept, with replacements at their positions."""
-    tokens: dict[int, int] = {}
-    for line in lines:
-        tokens |= dict(enumerate(line.tokens, line.position))
-    return list(tokens.values())
 
 
 def other_value(key: str, old: Any) -> Any:
