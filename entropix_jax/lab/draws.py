@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from entropix_jax.errors import UserError
-from entropix_jax.sampler.keys import check_key, check_values, scalars
+from entropix_jax.sampler.keys import check_key, check_values, keys
 from entropix_jax.sampler.sampler import Sampler
 
 _MAX_TRIES = 1000  # for one draw that differs from all before
@@ -84,7 +84,7 @@ def _axis(key: str, values: Any, sampler: Sampler, where: str) -> Callable[[Rand
             ' { from = LOW, to = HIGH, scale = "linear" or "log" }'
         )
     low, high = found
-    whole = scalars(sampler.mechanisms).get(key, {}).get("type") is int
+    whole = keys(sampler.mechanisms)[key].kind is int
     if whole:
         low, high = math.ceil(low), math.floor(high)
         if low > high:

@@ -7,7 +7,7 @@ sentence ends.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -84,13 +84,11 @@ def are_marks(value: Any) -> bool:
     return isinstance(marks, list) and all(isinstance(m, str) and len(m) <= 1 for m in marks)
 
 
-def sentence_flags(
-    value: str | list[str], token_texts: Callable[[], Sequence[str]], vocab_size: int
-) -> SentenceFlags:
+def sentence_flags(value: str | list[str], host: Any) -> SentenceFlags:
     """Returns the flags of all tokens for marks that end a sentence, see `are_marks`."""
     marks = [mark for mark in ([value] if isinstance(value, str) else value) if mark]
-    flags: Any = flag_tokens(token_texts(), marks) if marks else np.zeros(0, np.uint8)
-    flags = np.pad(flags, (0, vocab_size - flags.size))
+    flags: Any = flag_tokens(host.token_texts(), marks) if marks else np.zeros(0, np.uint8)
+    flags = np.pad(flags, (0, host.vocab_size - flags.size))
     return SentenceFlags(given=np.asarray(bool(marks)), of_token=flags)  # type: ignore[arg-type]
 
 

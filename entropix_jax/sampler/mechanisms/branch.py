@@ -18,7 +18,6 @@ AdaDec (arXiv 2506.08980; a fixed depth, the first token committed).
 """
 
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,9 +40,9 @@ from entropix_jax.sampler.settings import (
     MAX_DEPTH,
     MAX_WIDTH,
     TEMPERATURE,
+    choice,
     flag,
     number,
-    of_tokens,
 )
 from entropix_jax.sampler.state import Proposal
 from entropix_jax.stats import sum_last, top
@@ -61,14 +60,12 @@ class BranchEnds:
     of_token: jax.Array  # bool [V], the tokens that end a branch
 
 
-def _branch_ends(
-    value: str, token_texts: Callable[[], Sequence[str]], vocab_size: int
-) -> BranchEnds:
-    """What `until` means for a vocabulary."""
-    ends: Any = np.zeros(vocab_size, bool)
+def _branch_ends(value: str, host: Any) -> BranchEnds:
+    """Returns the ends of branches for `until`, as flags per token."""
+    ends: Any = np.zeros(host.vocab_size, bool)
     if value in ("punctuation", "line"):
         pattern = _PUNCTUATION if value == "punctuation" else _LINE
-        found = [pattern.fullmatch(text) is not None for text in token_texts()]
+        found = [pattern.fullmatch(text) is not None for text in host.token_texts()]
         ends[: len(found)] = found
     return BranchEnds(by_regime=np.asarray(value == "regime"), of_token=ends)  # type: ignore[arg-type]
 
@@ -83,9 +80,7 @@ class BranchSettings:
     narrow: jax.Array = number(0.0, LARGEST, default=0.0)
     wide: jax.Array = number(0.0, LARGEST, default=0.0)
     sampled: jax.Array = flag(False)  # candidates are drawn, with replacement
-    until: BranchEnds = of_tokens(
-        UNTIL.__contains__, f"one of {', '.join(UNTIL)}", _branch_ends, "regime"
-    )
+    until: BranchEnds = choice(UNTIL, _branch_ends, "regime")
     processed: jax.Array = flag(False)  # p is after temperature and truncation
     depth: jax.Array = number(1, MAX_DEPTH, integer=True)  # most tokens, the candidate included
     temperature: jax.Array = number(0.01, 100.0)  # of the distribution of the candidates

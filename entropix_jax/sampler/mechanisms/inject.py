@@ -32,7 +32,7 @@ from entropix_jax.sampler.settings import (
     SamplerSettings,
     flag,
     number,
-    of_tokens,
+    setting,
     texts,
 )
 from entropix_jax.sampler.state import Proposal, ends_in
@@ -47,7 +47,7 @@ class InjectSettings:
 
     thought: jax.Array = texts(MAX_THOUGHTS, MAX_THOUGHT)
     # Characters that end a sentence. Empty: a thought may be written anywhere.
-    after: SentenceFlags = of_tokens(
+    after: SentenceFlags = setting(
         are_marks, 'a list of single characters, such as [".", "?"]', sentence_flags, ""
     )
     earliest: jax.Array = number(*COUNT, integer=True, default=0)  # tokens before the first thought
