@@ -91,8 +91,7 @@ class ModelOptions:
     its batch. int8, with --weights int8: as auto, but products of several rows round their inputs
     to int8, which is faster and less exact."""
     check: Flag = False
-    """Check all weights and activations for NaN and infinity. An error names the tensor, or the
-    layer and the position."""
+    """Check all weights for NaN and infinity. An error names the tensor."""
 
     def fit(self, name: str, context: int | None, *, slots: int, mesh: "Mesh | None" = None) -> int:
         """Returns the cache positions of a row for `--context`, by default at most 2048, and prints

@@ -32,7 +32,7 @@ _BLOCK = 32  # positions that are copied at once; larger blocks take long to com
 
 # Fields that a branch copies from its row, besides cache and tally. It neither asks the host nor
 # rewinds.
-_COPIED = "history confidences prompt_length budget keys settings eos_ids fork unsound".split()
+_COPIED = "history confidences prompt_length budget keys settings eos_ids fork".split()
 
 
 def is_forked(state: DecodeState) -> jax.Array:
@@ -291,13 +291,13 @@ def _take_winners(state: DecodeState, takes: jax.Array, winner: jax.Array) -> De
     batch = takes.shape[0]
     place = jnp.arange(state.status.shape[0], dtype=jnp.int32)
     origin = place.at[:batch].set(jnp.where(takes, winner, place[:batch]))
-    own = (state.history, state.confidences, state.sampler.tally, state.unsound)
-    history, confidences, tally, unsound = jax.tree.map(lambda x: jnp.take(x, origin, axis=0), own)
+    own = state.history, state.confidences, state.sampler.tally
+    history, confidences, tally = jax.tree.map(lambda x: jnp.take(x, origin, axis=0), own)
     rows = jnp.nonzero(takes, size=state.lanes, fill_value=0)[0].astype(jnp.int32)
 
     lanes, start = winner[rows], state.fork.start[rows]
     end = state.cache.length[lanes]
     cache = copy_runs(state.cache, jnp.sum(takes), lanes, rows, start, end, block=_BLOCK)
     sampler = replace(state.sampler, tally=tally)
-    state = replace(state, history=history, confidences=confidences, unsound=unsound)
+    state = replace(state, history=history, confidences=confidences)
     return replace(state, cache=cache, sampler=sampler)

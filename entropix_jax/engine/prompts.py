@@ -58,7 +58,6 @@ class PromptReader:
         *,
         capacity: int,
         keep: bool,
-        check: bool,
         programs: Programs | None = None,
     ) -> None:
         """Prepares to read rows of `capacity` cache positions. With `keep` caches outlive a run, so
@@ -68,7 +67,6 @@ class PromptReader:
         self._model = model
         self._capacity = capacity
         self._keep = keep
-        self._check = check
         self._programs = programs
 
     def cache(
@@ -173,7 +171,7 @@ class PromptReader:
         return self._model.params, state, tokens, count, None if layout.slots == 1 else numbers
 
     def _static(self, window: int) -> dict[str, Any]:
-        return {"config": self._model.config, "window": window, "check": self._check}
+        return {"config": self._model.config, "window": window}
 
     def _part(self, length: int, cached: int) -> tuple[int, int]:
         """The size of the next part of a text, padding included, and the cache positions it reads,

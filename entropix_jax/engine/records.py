@@ -32,7 +32,6 @@ class StepOutcome:
         status: see `DecodeState`.
         rewinds: whether the row goes back to the token's position, without a token.
         settled: the position that the next steps cannot go back beyond.
-        unsound: see `finite.first_unsound`.
     """
 
     slot: int
@@ -44,7 +43,6 @@ class StepOutcome:
     status: int
     rewinds: bool
     settled: int
-    unsound: tuple[int, int]
 
 
 def outcomes(
@@ -83,7 +81,6 @@ def outcomes(
         plain(records.status),
         plain(records.rewinds),
         plain(records.settled),
-        map(tuple, plain(records.unsound)),
     )
 
 

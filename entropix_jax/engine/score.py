@@ -5,7 +5,7 @@ does not grow with the text.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -28,7 +28,6 @@ from entropix_jax.engine.trace import plain
 from entropix_jax.errors import UserError
 from entropix_jax.model.cache import KVCache, cache_dtype, init_cache
 from entropix_jax.model.config import ModelConfig
-from entropix_jax.model.finite import NOWHERE, describe, first_unsound
 from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.model.params import Params
@@ -187,8 +186,7 @@ class Scores:
 
     logprob: jax.Array  # float32 [..., K] nats, of each token that may follow
     greedy: jax.Array  # bool [..., K], whether it is the most likely
-    finite: jax.Array  # bool, the logits and the activations, where they are checked
-    sound: jax.Array | None  # bool [..., 1+2L], see `AttnStats`; None where it is not checked
+    finite: jax.Array  # bool, whether the logits are finite
     # Metrics, what is recorded of the distribution, and `measure_confidence`; None without a
     # sampler.
     measured: tuple[Metrics, Extras, tuple[jax.Array, jax.Array, jax.Array]] | None
@@ -231,7 +229,9 @@ class TextReader:
                 part = alike[first : first + rows]
                 for row, at, scores in self._read_batch(part, rows):
                     if not scores.finite.all():
-                        raise UserError(part[row].where + self._find_fault(part[row]))
+                        position = part[row].start + at + 1 + int(scores.finite.argmin())
+                        fault = f"NaN or infinite logits at position {position}"
+                        raise UserError(part[row].where + fault)
                     yield done + first + row, at, scores
             done += len(alike)
 
@@ -285,19 +285,6 @@ class TextReader:
                 if len(own.finite):
                     yield row, start + known.start, own
 
-    def _find_fault(self, text: Text) -> str:
-        """Where reading a text yields NaN or infinity."""
-        checking = TextReader(self.model, recording=Recording(check=True))
-        for _, at, scores in checking._read_batch([replace(text, first=0)], rows=1):
-            at += text.start
-            assert scores.sound is not None
-            position, stage = first_unsound(scores.sound[None], jnp.array([at]))[0].tolist()
-            if position != NOWHERE:
-                return describe(position, stage)
-            if not scores.finite.all():
-                return f"NaN or infinite logits at position {at + 1 + scores.finite.argmin()}"
-        return f"NaN or infinite logits at or after position {text.start + 1}"
-
 
 def _capacity(text: Text) -> int:
     """Positions of the cache that a text is read with."""
@@ -322,18 +309,14 @@ def _score_chunk(
 ) -> tuple[KVCache, Scores | None]:
     """Reads `tokens[B, T]`, of each row the first `count[B]`. Where `scored`: the scores of
     `following[B, T, K]`, and with settings (of one row, for all) the metrics."""
-    every, check = settings is not None, recording.check
-    hidden, stats, cache = forward(
-        params, config, tokens, count, cache, window=window, every=every, check=check
-    )
+    every = settings is not None
+    hidden, stats, cache = forward(params, config, tokens, count, cache, window=window, every=every)
     if not scored:
         return cache, None
     logits = unembed(params, hidden.reshape(-1, config.width))  # [B*T, V], as are the statistics
     log_probs = jax.nn.log_softmax(logits, axis=-1)
     wanted = following.reshape(logits.shape[0], -1)
     finite, measured = jnp.all(jnp.isfinite(logits), axis=-1), None
-    if stats.sound is not None:
-        finite &= jnp.all(stats.sound, axis=-1).reshape(-1)
     if settings is not None:
         shape = logits.shape[:1]
         of_token = jax.tree.map(lambda x: jnp.broadcast_to(x, (*shape, *x.shape)), settings)
@@ -345,7 +328,6 @@ def _score_chunk(
         logprob=jnp.take_along_axis(log_probs, wanted, axis=1),
         greedy=wanted == jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32),
         finite=finite,
-        sound=None if stats.sound is None else stats.sound.reshape(*finite.shape, -1),
         measured=measured,
     )
     return cache, jax.tree.map(lambda x: x.reshape(*tokens.shape, *x.shape[1:]), scores)

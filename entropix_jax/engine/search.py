@@ -89,12 +89,11 @@ def last_answer(text: str) -> str | None:
     return next(filter(None, reversed(lines)), None)
 
 
-def recording_for(method: Method, forks: int, *, check: bool = False) -> Recording:
-    """Returns the recording that an engine needs for a method with at most `forks` continuations;
-    for `check` see `Recording`."""
+def recording_for(method: Method, forks: int) -> Recording:
+    """Returns the recording that an engine needs for a method with at most `forks` rows."""
     if (method.forks_at is None and method.make is None) or forks == 1:
-        return Recording(check=check)
-    return Recording(top=method.width or 2 * forks, state=True, check=check)
+        return Recording()
+    return Recording(top=method.width or 2 * forks, state=True)
 
 
 @dataclass(frozen=True)
@@ -320,7 +319,6 @@ def search(
     forks: int,
     extract: Extract | None = None,
     *,
-    check: bool = False,
     on_engine: Callable[[Engine], Any] = lambda engine: None,
 ) -> Outcome | None:
     """Runs the search of one prompt with at most `forks` continuations. `on_engine` gets the
@@ -334,7 +332,7 @@ def search(
         model,
         slots=forks,
         capacity=bucket(longest, MIN_CAPACITY),
-        recording=recording_for(method, forks, check=check),
+        recording=recording_for(method, forks),
     )
     on_engine(engine)
     ended = next(run_searches(engine, [method.search(request, forks)]), None)

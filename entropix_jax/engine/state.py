@@ -76,7 +76,6 @@ class DecodeState:
     status: jax.Array  # int32 [P], see RUNNING
     # bool [P], skipped by steps: longer than their window, or its text is not read yet
     parked: jax.Array
-    unsound: jax.Array  # int32 [P, 2], see `finite.first_unsound`, of the prompt as far as checked
     # Static: rows at the end of each data shard that are lanes.
     lanes: int = struct.field(pytree_node=False)
 
@@ -92,7 +91,6 @@ class Recording:
 
     top: int = 0  # how many of the most likely tokens, with their probabilities
     layers: bool = False  # the attention entropy of each layer and head
-    check: bool = False  # where an activation is NaN or infinite; such a row fails there
     # The sampler's state after each token, from which `Engine.fork` and `rewind` continue.
     state: bool = False
     # Layers stay arrays, which `TokenRecord.to_json` makes plain: that takes longer than a step's
@@ -136,7 +134,7 @@ class Joined:
 class StepRecord:
     """A step's effect on each row; [P] fields, or [steps, P] from a loop. [B] without lanes."""
 
-    live: jax.Array  # bool: the row was running; else the fields up to `unsound` mean nothing
+    live: jax.Array  # bool: the row was running; else the fields up to `settled` mean nothing
     position: jax.Array  # int32, of the token
     forwards: jax.Array  # int32, when the token was chosen
     choice: Choice
@@ -144,7 +142,6 @@ class StepRecord:
     extras: Extras  # of the distribution that the step evaluated
     rewinds: jax.Array  # bool: the row goes back to the position, and has no token
     settled: jax.Array  # int32, the position that the next steps cannot go back beyond
-    unsound: jax.Array  # int32 [P, 2], see `finite.first_unsound`; NOWHERE where nothing is checked
     status: jax.Array  # int32, after it; a row that waits, forks or failed has no token
     parent: jax.Array  # int32, see `Fork`
     branch: jax.Array  # int32, see `Fork`; a branch that has ended has no token
