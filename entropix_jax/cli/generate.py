@@ -289,8 +289,7 @@ def _run(
         print(means(rows), end="", file=sys.stderr)
         assert rows.header is not None
         types = rows.header["precision"]
-        products = f", products {types['products']}" if "products" in types else ""
-        line = f"weights {types['weights']}, hidden states {types['activations']}{products}"
+        line = f"weights {types['weights']}, hidden states {types['activations']}"
         print(line, file=sys.stderr)
     print(summary(rows, speed.value), file=sys.stderr)
     if errors := {i: row.error for i, row in enumerate(rows) if row.error is not None}:

@@ -57,10 +57,10 @@ Folder = Annotated[str | None, option("DIR")]
 Model = Annotated[str | None, option("MODEL")]
 Module = Annotated[str | None, option("MODULE")]
 _Weights = Literal["bfloat16", "float32", "int8"]
-_Activations = Literal["auto", "float32", "bfloat16", "int8"]
+_Activations = Literal["auto", "float32", "bfloat16"]
 _weights = option("{bfloat16,float32,int8}", _Weights, aliases=["--weights"])
 Dtype = Annotated[_Weights | None, _weights]
-Activations = Annotated[_Activations, option("{auto,float32,bfloat16,int8}", _Activations)]
+Activations = Annotated[_Activations, option("{auto,float32,bfloat16}", _Activations)]
 Count = Annotated[int, tyro.conf.arg(metavar="N")]
 OptionalCount = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
 Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
@@ -88,8 +88,7 @@ class ModelOptions:
     precision: Activations = "auto"
     """Dtype of hidden states and, except on a CPU, of the cache. auto: that of the weights, on a
     CPU only if it multiplies bfloat16, else float32. With float32 a row's tokens rarely depend on
-    its batch. int8, with --weights int8: as auto, but products of several rows round their inputs
-    to int8, which is faster and less exact."""
+    its batch."""
     check: Flag = False
     """Check all weights for NaN and infinity. An error names the tensor."""
 

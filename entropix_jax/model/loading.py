@@ -140,7 +140,7 @@ def load(
         mesh: the devices over which the weights are split; None is the default device only.
         precision: "float32" or "bfloat16", the type of hidden states and, except on a CPU, of the
             cache; "auto" is that of the weights where this device is fast with it, see
-            `choose_precision`. "int8", for int8 weights, also rounds the inputs of products.
+            `choose_precision`.
         check: look for NaN and infinity in all weights.
 
     Warns of unknown configuration keys. UserError if the model or the device is missing, a file is
@@ -171,9 +171,7 @@ def load(
         raise UserError(f"{folder}: its weights do not fit into memory: {sizes}{smaller}")
     mesh = None if mesh is None or mesh.size == 1 else mesh
     shardings = None if mesh is None else param_shardings(mesh, config)
-    params = read_params(
-        files.tensors, config, weights, shardings, check=check, rounds_inputs=dtypes.rounds_inputs
-    )
+    params = read_params(files.tensors, config, weights, shardings, check=check)
     loaded = LanguageModel(folder, config, eos_ids, params, dtypes, tokenizer, mesh)
     if (about_turns := loaded.turn_note()) is not None:
         warnings.warn(about_turns, Note, stacklevel=2)
