@@ -1,8 +1,8 @@
 """Platform-specific dispatch.
 
-Which way is taken is settled where a program is lowered for a platform. Only a process whose
-default device is a CPU traces the way of a CPU alone, since tracing the others, which it does not
-compile, took a third of a second. It lowers for another platform `with traced_for_all(True)`.
+The branch is chosen when a program is lowered for a platform. A process whose default device is a
+CPU traces only the CPU's branch, which saves a third of a second. It lowers for another platform
+`with traced_for_all(True)`.
 """
 
 from collections.abc import Callable
@@ -22,15 +22,13 @@ def for_platform(
     *args: Any,
     otherwise: Callable[..., Out],
     cpu: Callable[..., Out] | None = None,
-    gpu: Callable[..., Out] | None = None,
     tpu: Callable[..., Out] | None = None,
 ) -> Out:
-    """`cpu(*args)` in a program for CPUs, `gpu(*args)` in one for GPUs, `tpu(*args)` in one for
-    TPUs, `otherwise(*args)` in one for a platform that has no function of its own."""
+    """Returns `cpu(*args)` in a program for CPUs, `tpu(*args)` in one for TPUs, and
+    `otherwise(*args)` in one for a platform without a function of its own."""
     if traces_cpu_alone():
         return (cpu or otherwise)(*args)
-    named = {"cpu": cpu, "cuda": gpu, "rocm": gpu, "tpu": tpu}
-    ways = {platform: way for platform, way in named.items() if way is not None}
+    ways = {name: way for name, way in (("cpu", cpu), ("tpu", tpu)) if way is not None}
     out: Out = lax.platform_dependent(*args, **ways, default=otherwise)
     return out
 
