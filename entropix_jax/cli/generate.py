@@ -58,8 +58,7 @@ class Arguments:
     """Number of texts to generate from the prompt, in parallel."""
     method: Text = None
     """Generate several continuations and choose one: self-consistency, weighted-vote, best-of-n,
-    surest-of-n, dts, dts-greedy, eager, beam, start-forks, dts-matched or eager-matched. The tree
-    goes to standard error."""
+    surest-of-n, dts, dts-greedy, eager or beam. The tree goes to standard error."""
     forks: Count = 8
     """Maximum number of continuations of a --method, at most 32."""
     vote: Flag = False

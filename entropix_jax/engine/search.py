@@ -38,7 +38,7 @@ class Method:
         forks_at: whether a continuation forks at a token. None: all begin at the prompt, with their
             own random numbers.
         width: number of tokens that a fork continues with: the chosen one and the most likely
-            others. 0: as many as the budget allows.
+            others. 0 for a beam, which considers twice as many as it is wide.
         replaces: a fork continues with the most likely tokens only, and drops the chosen one if it
             is not among them.
         choice: "vote" (the most frequent answer), "likeliest" (the highest mean log-probability),
@@ -248,7 +248,7 @@ class Search:
         token, left = row.tokens[self._at], self.forks - len(self.rows)
         if left < 1:
             return
-        width = self.method.width or self.forks
+        width = self.method.width
         # The engine may record more than the method needs.
         most = self._candidates(token, width)
         if self.method.replaces:

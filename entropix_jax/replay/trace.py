@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from entropix_jax.errors import UserError
+from entropix_jax.host.shapes import fits
 from entropix_jax.names import read_condition
 from entropix_jax.replay.formulas import ARMS, RULES
 from entropix_jax.replay.row import Row
-from entropix_jax.replay.shapes import ROW, TOKEN, fits
+from entropix_jax.replay.shapes import ROW, TOKEN
 from entropix_jax.replay.state import Doubt, Line, Model
 from entropix_jax.report.reading import TraceReader
 
