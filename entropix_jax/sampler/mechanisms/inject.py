@@ -1,30 +1,26 @@
 """`inject`: writes a configured thought into the row, then waits out a cooldown.
 
-A thought is written where a sentence has ended (`after`, see `sampler.sentences`), in place of a
-drawn token that begins a new word. Its first token is committed by the step that injects, the rest
-follow as forced tokens. The cooldown begins after the last one. If no thought may be written, the
-arm draws at a higher temperature than the base:
+A thought is written after a token that ends a sentence (`after`), in place of a drawn token that
+begins a new word. Its first token is committed by the step that injects, the rest follow as forced
+tokens. The cooldown begins after the last one. If no thought may be written, the arm draws at a
+higher temperature than the base:
 
     T = min(temperature_max, T0 * (temperature_scale + temperature_attn_entropy * Ea))
 """
 
+import re
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
-from entropix_jax.sampler.context import Context, draw, if_any, where
+from entropix_jax.sampler.context import Context, draw, where
 from entropix_jax.sampler.control import WAIT, Verdict, force, when
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.regimes import LELV
-from entropix_jax.sampler.sentences import (
-    SentenceFlags,
-    are_marks,
-    begins_word,
-    sentence_ended,
-    sentence_flags,
-)
 from entropix_jax.sampler.settings import (
     COEFFICIENT,
     COUNT,
@@ -39,6 +35,38 @@ from entropix_jax.sampler.state import Proposal, ends_in
 
 MAX_THOUGHT = 64  # tokens of a thought
 MAX_THOUGHTS = 4  # thoughts that take turns
+ENDS, SPACED, CLOSED = 1, 2, 4  # flags of a token, see `SentenceFlags`
+
+
+@struct.dataclass
+class SentenceFlags:
+    """Which tokens end a sentence (ENDS), begin with white space (SPACED), or end with it
+    (CLOSED)."""
+
+    given: jax.Array  # bool; False: a thought may follow any token
+    of_token: jax.Array  # uint8 [V]
+
+    def has(self, token: jax.Array, flag: int) -> jax.Array:
+        """Returns whether a token, int32, has a flag: bool."""
+        return (jnp.take(self.of_token, token, mode="clip") & flag) > 0
+
+
+def sentence_flags(value: str | list[str], host: Any) -> SentenceFlags:
+    """Flags the tokens of a vocabulary. A token ends a sentence if it ends with one of these marks,
+    perhaps before quotes, brackets and white space."""
+    marks = "".join(value)
+    end = re.compile(rf"[{re.escape(marks)}][\s\"'\u2019\u201d)\]*]*\Z") if marks else None
+    flags: Any = np.zeros(host.vocab_size, np.uint8)
+    for token, text in enumerate(host.token_texts() if end else ()):
+        flags[token] = ENDS * bool(end and end.search(text))
+        flags[token] |= SPACED * text[:1].isspace() | CLOSED * text[-1:].isspace()
+    return SentenceFlags(given=np.asarray(bool(marks)), of_token=flags)  # type: ignore[arg-type]
+
+
+def are_marks(value: Any) -> bool:
+    """Returns whether a value is a list of characters that end a sentence, or one as a text."""
+    marks = [value] if isinstance(value, str) else value
+    return isinstance(marks, list) and all(isinstance(m, str) and len(m) <= 1 for m in marks)
 
 
 @struct.dataclass
@@ -80,12 +108,7 @@ def may_inject(ctx: Context) -> jax.Array:
     just_asked = jnp.any(ends_in(ctx.history, ctx.length, own.thought))  # injected or not
     budget = (row.begun < own.per_row) & (ctx.generated >= own.earliest)
     free = (fits | ctx.asks) & ~just_asked & (row.cooldown == 0) & budget
-
-    def look_back() -> jax.Array:  # it reads the whole history
-        return sentence_ended(own.after, ctx.history, ctx.length)
-
-    ended: jax.Array = if_any(free & own.after.given, look_back, jnp.bool_(True))
-    return free & ended
+    return free & (~own.after.given | own.after.has(ctx.history[ctx.length - 1], ENDS))
 
 
 def propose(ctx: Context) -> Proposal:
@@ -105,7 +128,8 @@ def control(ctx: Context, token: jax.Array) -> Verdict:
     function waits for its text instead."""
     own: InjectSettings = ctx.settings.own["inject"]
     row: InjectState = ctx.states["inject"]
-    begins = begins_word(own.after, ctx.history, ctx.length, token)
+    last = ctx.history[ctx.length - 1]
+    begins = own.after.has(token, SPACED) | own.after.has(last, CLOSED)
     ends = jnp.any(token == ctx.eos_ids)
     thought, _ = _turn(own, row.begun)
     written = force(thought)
