@@ -6,8 +6,6 @@ CPU traces only the CPU's branch, which saves a third of a second. It lowers for
 """
 
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -36,17 +34,6 @@ def for_platform(
 def on_cpu() -> bool:
     """Whether the default device is a CPU."""
     return jax.default_backend() == "cpu"
-
-
-@cache
-def multiplies_bfloat16() -> bool:
-    """Whether the processor has bfloat16 dot products; without them XLA widens both factors on
-    every use. Only x86 is detected."""
-    try:
-        known = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:  # not Linux
-        return False
-    return "avx512_bf16" in known
 
 
 def traces_cpu_alone() -> bool:

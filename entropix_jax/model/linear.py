@@ -22,7 +22,8 @@ from flax import struct
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from entropix_jax.platforms import for_platform, multiplies_bfloat16
+from entropix_jax.model.precision import multiplies_bfloat16
+from entropix_jax.platforms import for_platform
 
 # XLA's CPU backend fuses "widen, then multiply" into one pass over the weights only while the
 # vector fits in 8 KiB. Measured at Llama-3.2-1B's shapes: 38 GB/s, the memory bandwidth; with

@@ -1,12 +1,13 @@
 """The dtypes of a run, chosen once per backend when a model is loaded."""
 
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
 from entropix_jax.errors import UserError
-from entropix_jax.platforms import multiplies_bfloat16
 
 AUTO = "auto"
 INT8 = "int8"
@@ -46,3 +47,14 @@ def choose_precision(
             is_fast = weights == "bfloat16" and multiplies_bfloat16()
             activations = "bfloat16" if is_fast else "float32"
     return Precision(weights=jnp.dtype(weights), activations=jnp.dtype(activations))
+
+
+@cache
+def multiplies_bfloat16() -> bool:
+    """Whether the processor has bfloat16 dot products; without them XLA widens both factors on
+    every use. Only x86 is detected."""
+    try:
+        known = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:  # not Linux
+        return False
+    return "avx512_bf16" in known
