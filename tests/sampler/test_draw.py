@@ -26,7 +26,7 @@ from entropix_jax.sampler.draw import (
     row_key,
     uniforms,
 )
-from entropix_jax.sampler.filters import HEAD, _bisect
+from entropix_jax.sampler.prefix import HEAD, _bisect
 from tests.support.draw_oracles import (
     LAST,
     LLAMA3,

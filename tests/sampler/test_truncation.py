@@ -13,10 +13,11 @@ import pytest
 from jax import lax
 from scipy import stats
 
-from entropix_jax.sampler.filters import HEAD, truncate
+from entropix_jax.sampler.filters import truncate
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.mechanisms.rules import learn_surprise
 from entropix_jax.sampler.metrics import measure
+from entropix_jax.sampler.prefix import HEAD
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.regimes import classify
 from entropix_jax.sampler.settings import Parts, SamplerSettings

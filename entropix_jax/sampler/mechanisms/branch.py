@@ -31,9 +31,9 @@ from entropix_jax.names import LARGEST
 from entropix_jax.sampler.context import Context, draw, if_any, where
 from entropix_jax.sampler.control import Verdict, fork, when
 from entropix_jax.sampler.draw import STREAM_CANDIDATE, STREAM_NOISE, draw_tokens, uniforms
-from entropix_jax.sampler.filters import cumulate
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms.plain import explore
+from entropix_jax.sampler.prefix import cumulate
 from entropix_jax.sampler.settings import (
     COEFFICIENT,
     COUNT,

@@ -19,6 +19,7 @@ from flax import struct
 
 from entropix_jax.sampler.context import Context, draw, where
 from entropix_jax.sampler.control import WAIT, Verdict, force, when
+from entropix_jax.sampler.history import ends_in
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.regimes import LELV
 from entropix_jax.sampler.settings import (
@@ -31,7 +32,7 @@ from entropix_jax.sampler.settings import (
     setting,
     texts,
 )
-from entropix_jax.sampler.state import Proposal, ends_in
+from entropix_jax.sampler.state import Proposal
 
 MAX_THOUGHT = 64  # tokens of a thought
 MAX_THOUGHTS = 4  # thoughts that take turns

@@ -12,9 +12,9 @@ from flax import struct
 
 from entropix_jax.sampler.context import Context
 from entropix_jax.sampler.control import Verdict, rewind, when
+from entropix_jax.sampler.history import ends_in
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.settings import COUNT, number, section, texts
-from entropix_jax.sampler.state import ends_in
 
 MAX_PHRASES = 8
 MAX_PHRASE = 16  # tokens of one

@@ -14,8 +14,9 @@ import numpy as np
 from jax import lax
 
 from entropix_jax.sampler.context import Context, if_needed
-from entropix_jax.sampler.filters import HEAD, NUCLEUS, first_k, head_of, nucleus, shortest
+from entropix_jax.sampler.filters import NUCLEUS, nucleus
 from entropix_jax.sampler.mechanism import Mechanism
+from entropix_jax.sampler.prefix import HEAD, first_k, head_of, shortest
 from entropix_jax.sampler.settings import flag, number, section
 from entropix_jax.sampler.state import DrawnToken
 from entropix_jax.stats import LN2, flipped, sortable, top
