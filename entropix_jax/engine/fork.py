@@ -4,10 +4,21 @@ The first branch runs in the row's own slot, the others in lanes, additional row
 row that is to fork waits until there is a lane for each branch. Rows that have waited longest come
 first, so none starves, and the width of a fork does not depend on other rows. An ended branch keeps
 its lane until the last one has ended. Forks that have begun need no more lanes.
+
+Invariants between steps, where `start` is the position of the branches' first tokens:
+
+- A row that runs has the text `history[:length + 1]`, with `length` its cache's: its last token is
+  not cached. A row that waits to fork has the text `history[:start]`, all cached: `length ==
+  start`.
+- Branch 0 of a fork is in the row's slot. Branch i > 0 is in a lane, whose `parent` is the slot.
+- A branch has evaluated the tokens `history[start:length]`. Its score is their mean. The next one
+  is `history[length]`.
+- A lane is free if its status is STOPPED. Its `branch` is then -1.
 """
 
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -53,7 +64,9 @@ def want_fork(state: DecodeState, step: Step, parts: Parts) -> DecodeState:
     """Registers the forks of a sampler step. A fork with a single branch begins at once."""
     if not parts.acts:
         return state
-    wants = step.forks
+    wants, places = step.forks, state.status.shape[0]
+    chex.assert_shape((wants, step.width), (places,))
+    chex.assert_shape(step.candidates, (places, MAX_WIDTH))
     new = replace(
         state.fork,
         width=step.width,
@@ -74,6 +87,7 @@ def want_fork(state: DecodeState, step: Step, parts: Parts) -> DecodeState:
 
 def start_forks(state: DecodeState) -> DecodeState:
     """Forks the rows that wait, as far as there are free lanes."""
+    chex.assert_tree_shape_prefix((state.parked, state.fork), state.status.shape)
     batch = state.status.shape[0] - state.lanes
     waits = (state.status[:batch] == FORKS) & ~state.parked[:batch]
     free = state.status[batch:] == STOPPED
@@ -95,8 +109,8 @@ def start_forks(state: DecodeState) -> DecodeState:
     waited = state.fork.waited.at[:batch].add((waits & ~begins).astype(jnp.int32))
     state = replace(state, fork=replace(state.fork, waited=waited))
 
-    # What they are given: a copy of all that the row is. The cache is copied in a loop, which
-    # changes it in place; a condition would copy all of it.
+    # Each branch starts as a copy of the row. The cache is copied in a loop, which changes it in
+    # place. A condition would copy all of it.
     used = jnp.where(lane < number, target, state.status.shape[0])
     place = jnp.arange(state.status.shape[0], dtype=jnp.int32)
     origin = place.at[used].set(source, mode="drop")
@@ -127,7 +141,9 @@ def grow(
     if not parts.acts:
         return state, jnp.zeros(last.shape, bool)
     fork, rows, seen = state.fork, step.rows, choice.observation
+    chex.assert_shape((last, choice.token, seen.regime, rows.length), state.status.shape)
     own = state.settings.own["branch"]
+    chex.assert_equal_shape((step.scored, own.until.of_token))
     grows = rows.running & (rows.branch >= 0)
     is_certain = (seen.regime != LEHV) & (seen.regime != HEHV)
     ends = (
