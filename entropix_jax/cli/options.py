@@ -217,10 +217,10 @@ def _document(arguments: Any) -> None:
     """Adds the docstrings of fields, own and inherited, as one line each, to their types, where
     tyro prefers them. It would keep the line breaks of the docstrings."""
     for owner in filter(is_dataclass, arguments.__mro__):
-        for told in docstring_parser.parse_from_object(owner).params:
-            text = " ".join((told.description or "").split())
-            kind = owner.__annotations__[told.arg_name]
-            owner.__annotations__[told.arg_name] = Annotated[kind, tyro.conf.arg(help=text)]
+        for parameter in docstring_parser.parse_from_object(owner).params:
+            text = " ".join((parameter.description or "").split())
+            kind = owner.__annotations__[parameter.arg_name]
+            owner.__annotations__[parameter.arg_name] = Annotated[kind, tyro.conf.arg(help=text)]
     for kind in get_type_hints(arguments).values():
         if is_dataclass(kind):
             _document(kind)
@@ -307,7 +307,7 @@ def model_name(name: str | None) -> str:
 @contextlib.contextmanager
 def _print_notes() -> Iterator[None]:
     """Prints each `Note` once, as a line of its own; other warnings stay as they are."""
-    told: set[str] = set()
+    shown: set[str] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("always", Note)
         show = warnings.showwarning
@@ -318,8 +318,8 @@ def _print_notes() -> Iterator[None]:
             text = str(message)
             if not issubclass(category, Note):
                 show(message, category, *rest, **named)
-            elif text not in told:  # a file may be read again
-                told.add(text)
+            elif text not in shown:  # a file may be read again
+                shown.add(text)
                 with contextlib.suppress(OSError):  # standard error on a full disk
                     print(f"note: {printable(text)}", file=sys.stderr)
 

@@ -219,8 +219,8 @@ def join_forks(state: DecodeState, parts: Parts) -> tuple[DecodeState, Joined]:
     target = jnp.where(forced, start, history.shape[1])
     end = start + committed
     last = jnp.take_along_axis(history, jnp.maximum(end - 1, 0)[:, None], axis=1)[:, 0]
-    left = state.budget[:batch] - (end - state.prompt_length[:batch])
-    status = status_after(left, last, state.eos_ids[:batch])
+    remaining = state.budget[:batch] - (end - state.prompt_length[:batch])
+    status = status_after(remaining, last, state.eos_ids[:batch])
     status = jnp.where(waits, WAITS_FOR_CHOICE, jnp.where(forced, RUNNING, status))
 
     def put(all_: jax.Array, new: jax.Array) -> jax.Array:

@@ -176,10 +176,10 @@ class PromptReader:
     def _part(self, length: int, cached: int) -> tuple[int, int]:
         """The size of the next part of a text, padding included, and the cache positions it reads,
         where `cached` of the `length` tokens to read are cached."""
-        left, window = length - cached, PREFILL_WINDOW
-        size = bucket(left, _MIN_PART)
+        remaining, window = length - cached, PREFILL_WINDOW
+        size = bucket(remaining, _MIN_PART)
         if self._keep:
-            size, window = MAX_PREFILL if left >= MAX_PREFILL else _KEPT_PART, DECODE_WINDOW
+            size, window = MAX_PREFILL if remaining >= MAX_PREFILL else _KEPT_PART, DECODE_WINDOW
         elif self._programs is not None and length > _BACKGROUND_PART:
             size = _BACKGROUND_PART
         size = min(size, chunk_size(self._model.config, length, 1, MAX_PREFILL))

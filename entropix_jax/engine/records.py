@@ -66,8 +66,8 @@ def outcomes(
     if records.live.shape[1] == len(slot_of):  # the lanes took part
         lanes_first = np.argsort(slot_of >= 0, kind="stable")
         records = jax.tree.map(lambda x: x[:, lanes_first], records)
-    told = records.live | records.joined.joins
-    records = jax.tree.map(lambda x: x[told], records)
+    reports = records.live | records.joined.joins
+    records = jax.tree.map(lambda x: x[reports], records)
     slot = slot_of[records.parent]
     indices = range(len(slot))
     return map(

@@ -245,19 +245,19 @@ class Search:
 
     def _fork(self, engine: Engine, index: int, row: Row) -> None:
         """Forks a continuation at the token that is decided, as far as the budget allows."""
-        token, left = row.tokens[self._at], self.forks - len(self.rows)
-        if left < 1:
+        token, remaining = row.tokens[self._at], self.forks - len(self.rows)
+        if remaining < 1:
             return
         width = self.method.width
         # The engine may record more than the method needs.
         most = self._candidates(token, width)
         if self.method.replaces:
-            most = most[: 1 + left]
+            most = most[: 1 + remaining]
             if most and token.token_id not in dict(most):  # the chosen token's place is taken
                 self.rows[index] = self._branch(engine, row, most.pop(0)[0])
                 end_row(engine, row, self._at)
         others = [pair for pair in most if pair[0] != token.token_id]
-        for token_id, logprob in others[: min(width - 1, left)]:
+        for token_id, logprob in others[: min(width - 1, remaining)]:
             self.made.append(Fork(len(self.rows), index, token.position, token_id, logprob))
             self.rows.append(self._branch(engine, row, token_id))
 

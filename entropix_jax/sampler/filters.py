@@ -50,7 +50,7 @@ def penalise(logits: jax.Array, ctx: Context) -> jax.Array:
 def truncate(logits: jax.Array, ctx: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the logits that one row draws from, `softmax` of which are the probabilities: divided
     by the temperature, and truncated by the row's rule. At temperature 0 only the most likely
-    token is left. Also returns the input of each `reweigh` filter, by its name."""
+    token remains. Also returns the input of each `reweigh` filter, by its name."""
     chex.assert_equal_shape((logits, ctx.log_probs))
     proposal, settings = ctx.proposal, ctx.settings
     greedy, is_last = proposal.temperature <= 0, settings.base.temperature_last
@@ -62,21 +62,21 @@ def truncate(logits: jax.Array, ctx: Context) -> tuple[jax.Array, dict[str, jax.
         tied = jnp.where(logits == jnp.max(logits), token, logits.shape[0])
         return jnp.where(token == jnp.min(tied), logits, -jnp.inf)
 
-    left = if_any(greedy, keep_argmax, logits)
+    kept = if_any(greedy, keep_argmax, logits)
     # Relative to the maximum: at a low temperature the logits would overflow.
-    left = (left - jnp.max(logits)) / jnp.where(is_last, 1.0, temperature)
-    left = jnp.where(left == 0, 0.0, left)  # -0 and 0 are a tie
-    left = nucleus(left, ctx)
+    kept = (kept - jnp.max(logits)) / jnp.where(is_last, 1.0, temperature)
+    kept = jnp.where(kept == 0, 0.0, kept)  # -0 and 0 are a tie
+    kept = nucleus(kept, ctx)
     for index, mechanism in ctx.parts.having("rule"):
         if mechanism.name != NUCLEUS:
             acts = settings.rule == index
-            left = _filtered(partial(_rule, mechanism.rule, acts), acts, left, ctx)
-    left, given = _run("reweigh", left, ctx)
+            kept = _filtered(partial(_rule, mechanism.rule, acts), acts, kept, ctx)
+    kept, inputs = _run("reweigh", kept, ctx)
 
     def divide() -> jax.Array:
-        return (left - jnp.max(left)) / temperature
+        return (kept - jnp.max(kept)) / temperature
 
-    return if_any(is_last, divide, left), given
+    return if_any(is_last, divide, kept), inputs
 
 
 def nucleus(logits: jax.Array, ctx: Context) -> jax.Array:
@@ -93,8 +93,8 @@ def nucleus(logits: jax.Array, ctx: Context) -> jax.Array:
 
     def cut() -> jax.Array:
         head = head_of(logits)
-        number = jnp.where(has_k, proposal.top_k.astype(jnp.float32), jnp.inf)
-        in_top_k = first_k(logits, head, number).holds(logits)
+        k = jnp.where(has_k, proposal.top_k.astype(jnp.float32), jnp.inf)
+        in_top_k = first_k(logits, head, k).holds(logits)
         mass = sum_last(jnp.where(in_top_k, jnp.exp(logits), 0.0))
         share = jnp.where(has_p, proposal.top_p * mass, jnp.inf)
         in_top_p = shortest(logits, head, jnp.exp, share, mass).holds(logits)
@@ -104,18 +104,18 @@ def nucleus(logits: jax.Array, ctx: Context) -> jax.Array:
 
 
 def _run(kind: str, logits: jax.Array, ctx: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns the logits after all filters of a kind that rows use, one after another, and those
-    that each was given."""
-    given = {}
+    """Applies the filters of one kind that rows use, in order. Returns the logits, and the input of
+    each filter."""
+    inputs = {}
     for _, mechanism in ctx.parts.having(kind):
-        given[mechanism.name] = logits
+        inputs[mechanism.name] = logits
         active = jnp.asarray(mechanism.active is None or mechanism.active(ctx.settings))
         logits = _filtered(getattr(mechanism, kind), active, logits, ctx)
-    return logits, given
+    return logits, inputs
 
 
 def _rule(rule: Filter, acts: jax.Array, logits: jax.Array, ctx: Context) -> jax.Array:
-    """Applies a rule. A row that has another one looks certain: nothing is searched for it."""
+    """Applies a rule. Rows with another rule get a one-hot input, which needs no search."""
     token = jnp.arange(logits.shape[0], dtype=jnp.int32)
     return rule(jnp.where(acts, logits, jnp.where(token == 0, 0.0, -jnp.inf)), ctx)
 

@@ -16,10 +16,10 @@ def repeated(
 
 
 def same_as_before(
-    history: jax.Array, length: jax.Array, distances: jax.Array, number: int
+    history: jax.Array, length: jax.Array, distances: jax.Array, count: int
 ) -> jax.Array:
-    """Returns whether each of the last `number` tokens, from the last one back, equals the one
-    `distances` before it: bool [D, number].
+    """Returns whether each of the last `count` tokens, from the last one back, equals the one
+    `distances` before it: bool [D, count].
 
     Args:
         history: int32 [S], the row's tokens, then anything.
@@ -27,7 +27,7 @@ def same_as_before(
         distances: int32 [D], at least 1. Results beyond the first `length - distances` compare with
             positions before the row's first token and are undefined.
     """
-    back = jnp.arange(number, dtype=jnp.int32)
+    back = jnp.arange(count, dtype=jnp.int32)
     latest_first = jnp.take(history, length - 1 - back, mode="clip")
     earlier = jnp.take(history, length - 1 - back[None, :] - distances[:, None], mode="clip")
     return latest_first[None, :] == earlier

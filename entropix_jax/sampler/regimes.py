@@ -31,11 +31,11 @@ def classify(
     values = {**vars(metrics), "sequence_varentropy": sequence_varentropy}
     point = jnp.stack([values[quantity] for quantity in QUANTITIES])
     chex.assert_shape((point, thresholds), [(len(QUANTITIES),), (4,)])
-    given = settings.conditions
-    value = jnp.take(point, given.quantity, mode="clip")
-    named = jnp.take(thresholds, given.threshold, mode="clip")
-    bound = jnp.where(given.threshold < 0, given.bound, named)
-    holds = jnp.where(given.above, value > bound, value < bound) | (given.quantity < 0)
+    conditions = settings.conditions
+    value = jnp.take(point, conditions.quantity, mode="clip")
+    named = jnp.take(thresholds, conditions.threshold, mode="clip")
+    bound = jnp.where(conditions.threshold < 0, conditions.bound, named)
+    holds = jnp.where(conditions.above, value > bound, value < bound) | (conditions.quantity < 0)
     inside = jnp.all(holds, axis=-1) & jnp.all(jnp.isfinite(point))  # [4]
     return jnp.where(jnp.any(inside), jnp.argmax(inside), len(BOXES)).astype(jnp.int32)
 
@@ -87,11 +87,11 @@ def count_rounds(
     periods = jnp.arange(1, MAX_PERIOD + 1, dtype=jnp.int32)
     # How many of the last tokens equal the one a period before, and how far back enough do: [P, W].
     same = same_as_before(history, length, periods, LOOP_WINDOW)
-    number = jnp.arange(1, LOOP_WINDOW + 1, dtype=jnp.int32)[None, :]
+    counts = jnp.arange(1, LOOP_WINDOW + 1, dtype=jnp.int32)[None, :]
     alike = jnp.cumsum(same, axis=1, dtype=jnp.int32).astype(jnp.float32)
-    enough = alike >= settings.similarity * number.astype(jnp.float32)
-    enough &= number <= generated - periods[:, None]
-    copies = 1 + jnp.max(jnp.where(enough, number, 0), axis=1) // periods
+    enough = alike >= settings.similarity * counts.astype(jnp.float32)
+    enough &= counts <= generated - periods[:, None]
+    copies = 1 + jnp.max(jnp.where(enough, counts, 0), axis=1) // periods
     looping = (periods <= settings.max_period) & (settings.repeats >= 2)
     rounds = jnp.where(looping, copies - settings.repeats + 1, 0)
     return jnp.maximum(jnp.max(rounds), 0)

@@ -130,8 +130,8 @@ class DrawnToken:
 
     logits: jax.Array  # float32 [V], with penalties and bans, before truncation
     token: jax.Array  # int32
-    # float32 [V], what each `reweigh` filter was given, by its name.
-    given: dict[str, jax.Array] = field(default_factory=dict)
+    # float32 [V], the input of each `reweigh` filter, by its name.
+    inputs: dict[str, jax.Array] = field(default_factory=dict)
 
 
 @struct.dataclass

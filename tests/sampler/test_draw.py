@@ -254,7 +254,7 @@ STREAMS = (STREAM_DRAW, STREAM_CANDIDATE, STREAM_ROLLOUT, STREAM_NOISE, STREAM_X
 @partial(jax.jit, static_argnums=4)
 def uniforms_of(*names: Any) -> jax.Array:
     *path, number = names
-    return jax.vmap(partial(uniforms, number=number))(*path)
+    return jax.vmap(partial(uniforms, count=number))(*path)
 
 
 def numbers(names: list[tuple[np.ndarray, int, int, int]], number: int = 4) -> np.ndarray:

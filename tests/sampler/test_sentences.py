@@ -35,7 +35,7 @@ def test_flags_of_tokens(marks: str | list[str]) -> None:
     """The flags equal those of the replay."""
     host = SimpleNamespace(token_texts=lambda: [*TEXTS], vocab_size=len(TEXTS) + 3)
     flags = sentence_flags(marks, host)
-    assert flags.given
+    assert flags.enabled
     found = flags.of_token.tolist()
     assert found[len(TEXTS) :] == [0] * 3
     for flag, (text, ends) in zip(found, TEXTS.items(), strict=False):
@@ -48,5 +48,5 @@ def test_flags_of_tokens(marks: str | list[str]) -> None:
 @pytest.mark.parametrize("marks", ["", [], [""]])
 def test_no_marks(marks: str | list[str]) -> None:
     flags = sentence_flags(marks, SimpleNamespace(token_texts=list, vocab_size=3))
-    assert not flags.given
+    assert not flags.enabled
     assert not flags.of_token.any()

@@ -105,7 +105,7 @@ class BranchState:
 
 
 def may_branch(ctx: Context) -> jax.Array:
-    """Returns whether the row has budget left, both for forks and for their forward passes."""
+    """Returns whether the row has a budget, both for forks and for their forward passes."""
     own: BranchSettings = ctx.settings.own["branch"]
     row: BranchState = ctx.states["branch"]
     affordable = own.max_share * ctx.generated.astype(jnp.float32)
@@ -143,7 +143,7 @@ def control(ctx: Context, token: jax.Array) -> Verdict:
 def _width(ctx: Context) -> jax.Array:
     """Returns the number of branches for the entropy of the row's draw: int32."""
     own: BranchSettings = ctx.settings.own["branch"]
-    log_probs = jax.nn.log_softmax(ctx.left)
+    log_probs = jax.nn.log_softmax(ctx.truncated)
     entropy = -sum_last(jnp.where(log_probs > -jnp.inf, jnp.exp(log_probs) * log_probs, 0.0))
     share = (entropy / jnp.log(2.0) - own.narrow) / (own.wide - own.narrow)
     more = (own.width - 1).astype(jnp.float32) * jnp.clip(share, 0.0, 1.0)
@@ -153,7 +153,7 @@ def _width(ctx: Context) -> jax.Array:
 def draw_candidates(ctx: Context) -> jax.Array:
     """Draws `width` tokens as the row does, each with its own random number: int32 [W]."""
     stream = jnp.int32(STREAM_CANDIDATE)
-    return draw_tokens(ctx.left, uniforms(ctx.key, ctx.length, ctx.attempt, stream, MAX_WIDTH))
+    return draw_tokens(ctx.truncated, uniforms(ctx.key, ctx.length, ctx.attempt, stream, MAX_WIDTH))
 
 
 def find_candidates(ctx: Context) -> jax.Array:

@@ -44,7 +44,7 @@ class SentenceFlags:
     """Which tokens end a sentence (ENDS), begin with white space (SPACED), or end with it
     (CLOSED)."""
 
-    given: jax.Array  # bool; False: a thought may follow any token
+    enabled: jax.Array  # bool; False: a thought may follow any token
     of_token: jax.Array  # uint8 [V]
 
     def has(self, token: jax.Array, flag: int) -> jax.Array:
@@ -61,7 +61,7 @@ def sentence_flags(value: str | list[str], host: Any) -> SentenceFlags:
     for token, text in enumerate(host.token_texts() if end else ()):
         flags[token] = ENDS * bool(end and end.search(text))
         flags[token] |= SPACED * text[:1].isspace() | CLOSED * text[-1:].isspace()
-    return SentenceFlags(given=np.asarray(bool(marks)), of_token=flags)  # type: ignore[arg-type]
+    return SentenceFlags(enabled=np.asarray(bool(marks)), of_token=flags)  # type: ignore[arg-type]
 
 
 def are_marks(value: Any) -> bool:
@@ -109,7 +109,7 @@ def may_inject(ctx: Context) -> jax.Array:
     just_asked = jnp.any(ends_in(ctx.history, ctx.length, own.thought))  # injected or not
     budget = (row.begun < own.per_row) & (ctx.generated >= own.earliest)
     free = (fits | ctx.asks) & ~just_asked & (row.cooldown == 0) & budget
-    return free & (~own.after.given | own.after.has(ctx.history[ctx.length - 1], ENDS))
+    return free & (~own.after.enabled | own.after.has(ctx.history[ctx.length - 1], ENDS))
 
 
 def propose(ctx: Context) -> Proposal:
@@ -138,7 +138,7 @@ def control(ctx: Context, token: jax.Array) -> Verdict:
     # The cooldown of a row that waits begins now: the host may have no text for it.
     cooldown = jnp.where(ctx.asks, jnp.maximum(own.cooldown, 1), row.cooldown)
     after = InjectState(cooldown=cooldown, begun=row.begun + 1)
-    return when(~own.after.given | (begins & ~ends), verdict, after)
+    return when(~own.after.enabled | (begins & ~ends), verdict, after)
 
 
 def advance(ctx: Context) -> InjectState:
@@ -155,8 +155,8 @@ def _turn(own: InjectSettings, begun: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The thought whose turn it is after `begun` others: its tokens, int32 [MAX_THOUGHT], and its
     length, 0 where there is none."""
     lengths = jnp.sum(own.thought >= 0, axis=-1, dtype=jnp.int32)
-    number = jnp.maximum(jnp.sum(lengths > 0, dtype=jnp.int32), 1)
-    turn = jnp.mod(begun, number)
+    count = jnp.maximum(jnp.sum(lengths > 0, dtype=jnp.int32), 1)
+    turn = jnp.mod(begun, count)
     return own.thought[turn], lengths[turn]
 
 

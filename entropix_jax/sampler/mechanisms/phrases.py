@@ -49,9 +49,9 @@ def control(ctx: Context, token: jax.Array) -> Verdict:
     row: PhrasesState = ctx.states["phrases"]
     complete = ends_in(ctx.history, ctx.length + 1, own.banned)
     lengths = jnp.sum(own.banned >= 0, axis=-1, dtype=jnp.int32)
-    number = jnp.max(jnp.where(complete, lengths, 0))
-    back = jnp.clip(number - 1, 0, ctx.reach)
-    acts = (number > 0) & (row.retracted < own.per_row)
+    length = jnp.max(jnp.where(complete, lengths, 0))
+    back = jnp.clip(length - 1, 0, ctx.reach)
+    acts = (length > 0) & (row.retracted < own.per_row)
     return when(acts, rewind(back), PhrasesState(retracted=row.retracted + 1))
 
 

@@ -44,13 +44,13 @@ class Surrogate:
 
 def _from_tables(value: str, host: Any) -> Surrogate:
     kind: jax.Array = np.int32(KINDS.index(value))  # type: ignore[assignment]
-    given = None if host.calibration is None else host.calibration.at_entropy
-    if given is None:
+    tables = None if host.calibration is None else host.calibration.at_entropy
+    if tables is None:
         if kind != _MEASURED:
             missing = "the model's calibration lacks its varentropies at each entropy"
             raise UserError(f"= '{value}': {missing}: run entropix-jax calibrate")
-        given = no_tables()
-    entropies, varentropies, max_probs = (given[name].astype(np.float32) for name in AT_ENTROPY)
+        tables = no_tables()
+    entropies, varentropies, max_probs = (tables[name].astype(np.float32) for name in AT_ENTROPY)
     return Surrogate(kind, entropies, varentropies, max_probs)  # type: ignore[arg-type]
 
 
