@@ -22,16 +22,15 @@ from entropix_jax.engine.preparation import (
     check_recording,
     chunk_size,
 )
-from entropix_jax.engine.records import extras_fields
+from entropix_jax.engine.records import extras_fields, measured
 from entropix_jax.engine.state import Extras, Recording, extras_of
-from entropix_jax.engine.trace import plain
+from entropix_jax.engine.trace import MeasuredToken, plain
 from entropix_jax.errors import UserError
 from entropix_jax.model.cache import KVCache, cache_dtype, init_cache
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.model.params import Params
-from entropix_jax.names import REGIMES
 from entropix_jax.sampler.metrics import Metrics, apply_noise_floor, measure, measure_confidence
 from entropix_jax.sampler.regimes import classify
 from entropix_jax.sampler.settings import SamplerSettings
@@ -45,41 +44,22 @@ _NOTHING = Recording()
 _classify = jax.jit(jax.vmap(classify, in_axes=(0, None, 0)))
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredToken:
-    """One token of a given text, and the metrics of the distribution before it.
+@dataclass(slots=True)
+class ScoredToken(MeasuredToken):
+    """One token of a given text.
 
-    Entropies are in bits, varentropies in bits^2, the token's `logprob` in nats. `context` is the
-    number of tokens before it that the model saw. `text` is the text that the token completes.
-    `top`, [token id, text, probability] of the most likely tokens, and `layers`, the attention
-    entropy of each layer and head, are None unless recorded.
+    `context` is the number of tokens before it that the model saw. `top`, [token id, text,
+    probability] of the most likely tokens, and `layers`, the attention entropy of each layer and
+    head, are None unless recorded.
     """
 
-    position: int
     context: int
-    token_id: int
-    text: str
-    regime: str
-    logprob: float
-    entropy: float
-    varentropy: float
-    sequence_varentropy: float
-    attn_entropy: float
-    attn_entropy_norm: float
-    attn_varentropy: float
-    agreement: float
-    agreement_published: float
-    interaction_strength: float
-    token_confidence: float
-    self_certainty: float
-    max_prob: float
     top: list[tuple[int, str, float]] | None = None
     layers: list[list[float]] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The object of a line of JSON."""
-        fields = {name: getattr(self, name) for name in self.__slots__}
-        return {"type": "token"} | {k: v for k, v in fields.items() if v is not None}
+        """Returns the object of a line of JSON."""
+        return {"type": "token", **self.present()}
 
 
 def score_tokens(
@@ -114,7 +94,7 @@ def score_tokens(
         reader = TextReader(model, sampler, recording)
         for segment, at, scores in reader.read(segments, batch=1):
             assert scores.measured is not None
-            metrics, extras, (token_confidence, self_certainty, max_prob) = scores.measured
+            metrics, extras, confidences = scores.measured
             variances = []
             for entropy in plain(metrics.entropy):
                 count += 1
@@ -126,16 +106,11 @@ def score_tokens(
             # Parts are resized to the longest: one program serves them all.
             longest = partial(np.resize, new_shape=_METRICS_CHUNK)
             points = jax.tree.map(longest, metrics), sampler.settings, longest(spread)
-            columns: dict[str, list[Any]] = dict(
-                regime=[REGIMES[number] for number in _classify(*points)[: len(spread)]],
-                sequence_varentropy=plain(spread),
-                logprob=plain(scores.logprob[:, 0]),
-                **{name: plain(values) for name, values in vars(metrics).items()},
-                token_confidence=plain(token_confidence),
-                self_certainty=plain(self_certainty),
-                max_prob=plain(max_prob),
+            columns = {
+                "logprob": plain(scores.logprob[:, 0]),
+                **measured(_classify(*points)[: len(spread)], spread, metrics, confidences),
                 **extras_fields(extras, recording, model.tokenizer.decode_within),
-            )
+            }
             start = segments[segment].start
             for position, values in enumerate(zip(*columns.values(), strict=True), start + at + 1):
                 text = stream.push(tokens[position])

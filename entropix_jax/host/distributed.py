@@ -28,8 +28,8 @@ def join(processes: int | None = None, process: int | None = None) -> tuple[int,
         try:
             return int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
         except KeyError:
-            problem = "outside a TPU VM or Slurm give --processes and --process"
-            raise UserError(f"--distributed: {problem}") from None
+            hint = "outside a TPU VM or Slurm give --processes and --process"
+            raise UserError(f"--distributed: {hint}") from None
     import jax
 
     try:

