@@ -170,14 +170,6 @@ def _check_conditions(name: str, values: Mapping[str, Any], where: str) -> None:
         raise UserError(f"{where}: {name} has more than {MAX_CONDITIONS} conditions")
 
 
-def as_list(value: Any) -> Any:
-    """Returns a text as a list of one, and a list unchanged."""
-    return [value] if isinstance(value, str) else value
-
-
-# The kinds of keys: `_number` for numbers and flags, `_texts`, `_choice`, and single ones.
-
-
 def _of_field(**metadata: Any) -> Key:
     """Returns the key of a field, from what `number`, `flag`, `texts` or `setting` state."""
     make: Any = _texts if "longest" in metadata else _number if "kind" in metadata else Key
@@ -206,7 +198,8 @@ def _texts(most: int, longest: int, default: Any) -> Key:
         return isinstance(value, str) or (_is_list(str, value) and len(value) <= most)
 
     def array(value: Any, host: Host) -> np.ndarray:
-        encoded = [list(host.encode(text)) for text in as_list(value) if text]
+        values = [value] if isinstance(value, str) else value
+        encoded = [list(host.encode(text)) for text in values if text]
         if too_long := [len(ids) for ids in encoded if len(ids) > longest]:
             raise UserError(f"is {too_long[0]} tokens long, at most {longest} are possible")
         rows = [*filter(None, encoded), *[[]] * most][:most]
@@ -220,11 +213,6 @@ def _choice(names: Sequence[str], array: Callable[[Any, Host], Any], default: An
     return Key(names.__contains__, f"one of {', '.join(names)}", array, default)
 
 
-def _is(name: str) -> Callable[[Any, Host], Any]:
-    """Returns a function of a value that returns whether it is a name, as an array."""
-    return lambda value, host: np.asarray(value == name)
-
-
 def _others(mechanisms: Mechanisms) -> dict[str, Key]:
     """Returns the keys that are not fields of a section."""
     names = [m.name for m in mechanisms]
@@ -232,12 +220,15 @@ def _others(mechanisms: Mechanisms) -> dict[str, Key]:
     rules = [m.name for m in mechanisms if m.rule is not None]
     threshold = f'a number in [0, {LARGEST:g}], or a percentile from "0%" to "100%"'
     conditions = 'a list of conditions such as "entropy < 0.5"'
-    weights = f'"all", "last" or a list of weights from 0 to {LARGEST:g}, with one that counts'
+    weights = f'"all", "last" or a list of weights from 0 to {LARGEST:g}, at least one above {1 / LARGEST:g}'
     bans = f"a list of at most {MAX_BANS} token ids"
     biases = f"a list of at most {MAX_BIASES} pairs [token id, bias in [{BIAS[0]:g}, {BIAS[1]:g}]]"
 
     def index(name: str, host: Host) -> Any:
         return np.int32(names.index(name))
+
+    def is_(name: str) -> Callable[[Any, Host], Any]:
+        return lambda value, host: np.asarray(value == name)
 
     def floor(value: bool, host: Host) -> Any:
         return np.float32(host.epsilon if value else 0.0)
@@ -248,9 +239,9 @@ def _others(mechanisms: Mechanisms) -> dict[str, Key]:
         **{f"arms.{name}": _choice(arms, index) for name in SERVED},
         "arms.start": _choice(arms, index, "argmax"),
         "truncation.rule": _choice(rules, index),
-        "metrics.attn_entropy": _choice(("normalised", "raw"), _is("normalised")),
-        "metrics.agreement": _choice(("corrected", "published"), _is("published")),
-        "metrics.units": _choice(("bits", "thresholds"), _is("thresholds"), "bits"),
+        "metrics.attn_entropy": _choice(("normalised", "raw"), is_("normalised")),
+        "metrics.agreement": _choice(("corrected", "published"), is_("published")),
+        "metrics.units": _choice(("bits", "thresholds"), is_("thresholds"), "bits"),
         "metrics.noise_floor": Key(partial(_is_number, bool, 0, 1), "true or false", floor),
         "metrics.layers": Key(_are_layers, weights, _layer_weights),
         "draw.bans": Key(_are_bans, bans, _bans),
