@@ -61,8 +61,7 @@ class PromptReader:
         programs: Programs | None = None,
     ) -> None:
         """Prepares to read rows of `capacity` cache positions. With `keep` caches outlive a run, so
-        few programs should serve all lengths. With `check` the state records where activations are
-        not finite. Only `programs` are run, see `request`."""
+        few programs should serve all lengths. Only `programs` are run, see `request`."""
         self.read = 0  # tokens, padding not counted
         self._model = model
         self._capacity = capacity

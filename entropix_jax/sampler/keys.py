@@ -220,7 +220,8 @@ def _others(mechanisms: Mechanisms) -> dict[str, Key]:
     rules = [m.name for m in mechanisms if m.rule is not None]
     threshold = f'a number in [0, {LARGEST:g}], or a percentile from "0%" to "100%"'
     conditions = 'a list of conditions such as "entropy < 0.5"'
-    weights = f'"all", "last" or a list of weights from 0 to {LARGEST:g}, at least one above {1 / LARGEST:g}'
+    above = f"at least one of {1 / LARGEST:g} or more"
+    weights = f'"all", "last" or a list of weights from 0 to {LARGEST:g}, {above}'
     bans = f"a list of at most {MAX_BANS} token ids"
     biases = f"a list of at most {MAX_BIASES} pairs [token id, bias in [{BIAS[0]:g}, {BIAS[1]:g}]]"
 
