@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from entropix_jax.errors import UserError, nearest
+from entropix_jax.host.shapes import fits
 from entropix_jax.names import BOXES, LARGEST, QUANTITIES, SERVED, THRESHOLDS, read_condition
 from entropix_jax.sampler.calibration import TABLES, Calibration, parse_percentile
 from entropix_jax.sampler.mechanism import Mechanism
@@ -194,8 +195,8 @@ def _number(kind: type, low: float, high: float, default: Any) -> Key:
 def _texts(most: int, longest: int, default: Any) -> Key:
     """Returns the key of a text, or a list of up to `most`, of `longest` tokens each."""
 
-    def fits(value: Any) -> bool:
-        return isinstance(value, str) or (_is_list(str, value) and len(value) <= most)
+    def are_valid(value: Any) -> bool:
+        return isinstance(value, str) or (_are_texts(value) and len(value) <= most)
 
     def array(value: Any, host: Host) -> np.ndarray:
         values = [value] if isinstance(value, str) else value
@@ -205,7 +206,7 @@ def _texts(most: int, longest: int, default: Any) -> Key:
         rows = [*filter(None, encoded), *[[]] * most][:most]
         return np.stack([_padded(ids, longest) for ids in rows])
 
-    return Key(fits, f"text, or a list of at most {most} texts", array, default)
+    return Key(are_valid, f"text, or a list of at most {most} texts", array, default)
 
 
 def _choice(names: Sequence[str], array: Callable[[Any, Host], Any], default: Any = None) -> Key:
@@ -236,29 +237,26 @@ def _others(mechanisms: Mechanisms) -> dict[str, Key]:
 
     return {
         **dict.fromkeys(THRESHOLD_KEYS, Key(_is_threshold, threshold, lambda x, _: np.float32(x))),
-        **dict.fromkeys(REGIME_KEYS, Key(partial(_is_list, str), conditions, _conditions)),
+        **dict.fromkeys(REGIME_KEYS, Key(_are_texts, conditions, _conditions)),
         **{f"arms.{name}": _choice(arms, index) for name in SERVED},
         "arms.start": _choice(arms, index, "argmax"),
         "truncation.rule": _choice(rules, index),
         "metrics.attn_entropy": _choice(("normalised", "raw"), is_("normalised")),
         "metrics.agreement": _choice(("corrected", "published"), is_("published")),
         "metrics.units": _choice(("bits", "thresholds"), is_("thresholds"), "bits"),
-        "metrics.noise_floor": Key(partial(_is_number, bool, 0, 1), "true or false", floor),
+        "metrics.noise_floor": Key(partial(fits, shape=bool), "true or false", floor),
         "metrics.layers": Key(_are_layers, weights, _layer_weights),
-        "draw.bans": Key(_are_bans, bans, _bans),
+        "draw.bans": Key(partial(_are_tokens, MAX_BANS), bans, _bans),
         "draw.bias": Key(_are_biases, f"{biases}, each token once", _biases, []),
     }
 
 
 def _is_number(kind: type, low: float, high: float, value: Any) -> bool:
-    # A bool is an int, too, and an integer is a number.
-    if not isinstance(value, int | float) or isinstance(value, bool) != (kind is bool):
-        return False
-    return (kind is not int or isinstance(value, int)) and low <= value <= high
+    return fits(value, kind) and low <= value <= high
 
 
-def _is_list(kind: type, value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, kind) for each in value)
+def _are_texts(value: Any) -> bool:
+    return fits(value, [str])
 
 
 def _is_percentile(value: Any) -> bool:
@@ -285,8 +283,8 @@ def _conditions(texts: list[str], host: Host) -> ConditionSettings:
 def _are_layers(value: Any) -> bool:
     if not isinstance(value, list):
         return value in ("all", "last")
-    numbers = all(_is_number(float, 0.0, LARGEST, weight) for weight in value)
-    return numbers and max(value, default=0) >= 1 / LARGEST
+    in_range = all(_is_number(float, 0.0, LARGEST, weight) for weight in value)
+    return in_range and max(value, default=0) >= 1 / LARGEST
 
 
 def _layer_weights(layers: str | list[float], host: Host) -> Any:
@@ -299,11 +297,8 @@ def _layer_weights(layers: str | list[float], host: Host) -> Any:
     return np.asarray(layers, np.float32)
 
 
-_is_token = partial(_is_number, int, 0, 2**31 - 1)
-
-
-def _are_bans(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= MAX_BANS and all(map(_is_token, value))
+def _are_tokens(most: int, value: Any) -> bool:
+    return fits(value, [int]) and len(value) <= most and all(0 <= i < 2**31 for i in value)
 
 
 def _bans(tokens: list[int], host: Host) -> np.ndarray:
@@ -311,11 +306,10 @@ def _bans(tokens: list[int], host: Host) -> np.ndarray:
 
 
 def _are_biases(value: Any) -> bool:
-    short = _is_list(list, value) and len(value) <= MAX_BIASES
-    if not short or any(len(pair) != 2 for pair in value):
+    if not fits(value, [(int, float)]) or len({token for token, _ in value}) < len(value):
         return False
-    fits = all(_is_token(token) and _is_number(float, *BIAS, bias) for token, bias in value)
-    return fits and len({token for token, _ in value}) == len(value)
+    in_range = all(BIAS[0] <= bias <= BIAS[1] for _, bias in value)
+    return in_range and _are_tokens(MAX_BIASES, [token for token, _ in value])
 
 
 def _biases(pairs: list[tuple[int, float]], host: Host) -> tuple[np.ndarray, np.ndarray]:
