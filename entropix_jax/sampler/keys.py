@@ -173,7 +173,7 @@ def _check_conditions(name: str, values: Mapping[str, Any], where: str) -> None:
 
 def _of_field(**metadata: Any) -> Key:
     """Returns the key of a field, from what `number`, `flag`, `texts` or `setting` state."""
-    make: Any = _texts if "longest" in metadata else _number if "kind" in metadata else Key
+    make: Any = _texts if "length" in metadata else _number if "kind" in metadata else Key
     key: Key = make(**metadata)
     return key
 
@@ -192,21 +192,21 @@ def _number(kind: type, low: float, high: float, default: Any) -> Key:
     return Key(partial(_is_number, kind, low, high), noun, array, default, kind, low, high)
 
 
-def _texts(most: int, longest: int, default: Any) -> Key:
-    """Returns the key of a text, or a list of up to `most`, of `longest` tokens each."""
+def _texts(count: int, length: int, default: Any) -> Key:
+    """Returns the key of a text, or a list of up to `count`, of `length` tokens each."""
 
     def are_valid(value: Any) -> bool:
-        return isinstance(value, str) or (_are_texts(value) and len(value) <= most)
+        return isinstance(value, str) or (_are_texts(value) and len(value) <= count)
 
     def array(value: Any, host: Host) -> np.ndarray:
         values = [value] if isinstance(value, str) else value
         encoded = [list(host.encode(text)) for text in values if text]
-        if too_long := [len(ids) for ids in encoded if len(ids) > longest]:
-            raise UserError(f"is {too_long[0]} tokens long, at most {longest} are possible")
-        rows = [*filter(None, encoded), *[[]] * most][:most]
-        return np.stack([_padded(ids, longest) for ids in rows])
+        if too_long := [len(ids) for ids in encoded if len(ids) > length]:
+            raise UserError(f"is {too_long[0]} tokens long, at most {length} are possible")
+        rows = [*filter(None, encoded), *[[]] * count][:count]
+        return np.stack([_padded(ids, length) for ids in rows])
 
-    return Key(are_valid, f"text, or a list of at most {most} texts", array, default)
+    return Key(are_valid, f"text, or a list of at most {count} texts", array, default)
 
 
 def _choice(names: Sequence[str], array: Callable[[Any, Host], Any], default: Any = None) -> Key:
@@ -297,8 +297,8 @@ def _layer_weights(layers: str | list[float], host: Host) -> Any:
     return np.asarray(layers, np.float32)
 
 
-def _are_tokens(most: int, value: Any) -> bool:
-    return fits(value, [int]) and len(value) <= most and all(0 <= i < 2**31 for i in value)
+def _are_tokens(limit: int, value: Any) -> bool:
+    return fits(value, [int]) and len(value) <= limit and all(0 <= i < 2**31 for i in value)
 
 
 def _bans(tokens: list[int], host: Host) -> np.ndarray:

@@ -37,10 +37,10 @@ def flag(default: bool | None = None) -> Any:
     return field(metadata={"kind": bool, "low": False, "high": True, "default": default})
 
 
-def texts(most: int, longest: int, default: str | list[str] | None = None) -> Any:
-    """A setting that is a text, or a list of up to `most` texts, of `longest` tokens each: traced
-    as int32 [most, longest], padded with -1, without the empty ones."""
-    return field(metadata={"most": most, "longest": longest, "default": default})
+def texts(count: int, length: int, default: str | list[str] | None = None) -> Any:
+    """A setting that is a text, or a list of up to `count` texts, of `length` tokens each: traced
+    as int32 [count, length], padded with -1, without the empty ones."""
+    return field(metadata={"count": count, "length": length, "default": default})
 
 
 def setting(

@@ -176,16 +176,16 @@ def find_candidates(ctx: Context) -> jax.Array:
     logits = if_any(own.noise > 0, noised, ctx.penalised)
     mass = jnp.exp((logits - jnp.max(logits)) / own.temperature)
     mass = jnp.where((mass >= own.min_p) & (logits > -jnp.inf), mass, 0.0)
-    most = min(MAX_WIDTH, logits.shape[0])
-    _, ids = top(logits, most)
+    size = min(MAX_WIDTH, logits.shape[0])
+    _, ids = top(logits, size)
     shares = mass[ids]
     before = cumulate(shares) - shares
     # At 1 it is off: rounding must not cut the tail.
     reached = jnp.where(own.top_p < 1, own.top_p * jnp.sum(mass), jnp.inf)
-    rank = jnp.arange(most, dtype=jnp.int32)
+    rank = jnp.arange(size, dtype=jnp.int32)
     admitted = ((before < reached) & (shares > 0)) | (rank == 0)
     admitted &= rank < own.width
-    return jnp.pad(jnp.where(admitted, ids, -1), (0, MAX_WIDTH - most), constant_values=-1)
+    return jnp.pad(jnp.where(admitted, ids, -1), (0, MAX_WIDTH - size), constant_values=-1)
 
 
 BRANCH = Mechanism(
