@@ -174,6 +174,7 @@ def join_forks(state: DecodeState, parts: Parts) -> tuple[DecodeState, Joined]:
       takes that token.
     """
     places = state.status.shape[0]
+    chex.assert_tree_shape_prefix((state.cache.length, state.fork, state.sampler), (places,))
     if not parts.acts:
         no, zero = jnp.zeros(places, bool), jnp.zeros(places, jnp.int32)
         return state, Joined(no, zero, zero, jnp.zeros((places, MAX_WIDTH), jnp.float32), no)
