@@ -13,7 +13,6 @@ from entropix_jax.host.shapes import fits
 from entropix_jax.names import read_condition
 from entropix_jax.replay.formulas import ARMS, RULES
 from entropix_jax.replay.row import Row
-from entropix_jax.replay.shapes import ROW, TOKEN
 from entropix_jax.replay.state import Doubt, Line, Model
 from entropix_jax.report.reading import TraceReader
 
@@ -75,8 +74,6 @@ def read_trace(path: Path) -> Trace:
     reader, rows, number = TraceReader(path), dict[int, list[Line]](), 0
     for number, (_, record) in enumerate(reader, 1):
         if record["type"] in ("token", "retracted"):
-            if not fits(record, TOKEN):
-                raise UserError(f"{path}: line {number}: malformed token")
             rows.setdefault(record["row"], []).append(Line(number, record))
     if reader.torn or reader.footer is None:
         raise UserError(
@@ -86,8 +83,6 @@ def read_trace(path: Path) -> Trace:
     for key, shape in _HEADER.items():
         if not fits(header.get(key), shape):
             raise UserError(f"{path}: line 1: '{key}' is missing or malformed: {_UNVERIFIED}")
-    if not fits(footer["rows"], [ROW]):
-        raise UserError(f"{path}: line {number}: 'rows' is malformed")
     for row in footer["rows"]:
         where, request = f"{path}: line {number}: row {row['row']}", row.get("request")
         if not fits(request, _REQUEST):

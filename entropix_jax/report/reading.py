@@ -13,22 +13,44 @@ from typing import Any, NoReturn
 
 from entropix_jax.errors import UserError
 from entropix_jax.host.files import opening
+from entropix_jax.host.shapes import fits
 from entropix_jax.names import REGIMES, TRACE_FORMAT
 
 # In bytes; far more than a token of a model with thousands of heads takes.
 LONGEST_LINE = 64 * 2**20
 
-# The keys that lines of each type have.
-HEADER = "format_version model sampler prompt sampler_parameters versions prompt_tokens".split()
 METRICS = """logprob entropy varentropy sequence_varentropy attn_entropy attn_entropy_norm
     attn_varentropy agreement agreement_published interaction_strength confidence temperature top_p
     min_p""".split()
-TOKEN = ["row", "position", "token_id", "text", "regime", "action", "loop", "top_k", "forwards"]
-KEYS = {
-    "header": HEADER,
-    "token": [*TOKEN, *METRICS],
-    "retracted": [*TOKEN, *METRICS],
-    "footer": ["rows", "timings"],
+_TABLES = "entropy", "varentropy", "attn_entropy_norm", "agreement"
+_TOKEN = {
+    **dict.fromkeys(("row", "position", "token_id", "top_k", "forwards"), int),
+    **dict.fromkeys(("text", "regime", "action"), str),
+    **dict.fromkeys(METRICS, float),
+    "loop": bool,
+    **dict.fromkeys(("token_confidence?", "self_certainty?", "max_prob?"), float),
+    "top?": [(int, str, float)],
+    "branches?": [{"tokens": list, "text": str, "chosen": bool, "score?": float}],
+    "layers?": [[float]],
+    "chosen?": bool,
+}
+_ROW = {
+    **dict.fromkeys(("row", "tokens", "forwards"), int),
+    **dict.fromkeys(("text", "finish_reason?", "error?"), str),
+}
+# The shape of each type of line, see `host.shapes`.
+SHAPES: dict[str, dict[str, Any]] = {
+    "header": {
+        "format_version": int,
+        **dict.fromkeys(("model", "sampler", "prompt"), str),
+        **dict.fromkeys(("sampler_parameters", "versions", "percentiles?"), dict),
+        "prompt_tokens": list,
+        "messages?": [{"role": str, "content": str}],
+        "calibration?": {"model": dict, "quantiles": dict.fromkeys(_TABLES, (float,) * 101)},
+    },
+    "token": _TOKEN,
+    "retracted": _TOKEN,
+    "footer": {"rows": [_ROW], "timings": dict},
 }
 
 
@@ -82,15 +104,18 @@ class TraceReader:
             self._refuse("not a trace: the first line must be a header")
         if self.footer is not None:
             self._refuse("data after the footer")
-        if kind not in KEYS or (kind == "header") == bool(self.header):
+        is_known = isinstance(kind, str) and kind in SHAPES
+        if not is_known or (kind == "header") == bool(self.header):
             self._refuse(f"unknown line type {json.dumps(kind)}")
         if "context" in record and "row" not in record:
             self._refuse("a trace of inspect, which generates nothing, has no page")
         version = record.get("format_version", TRACE_FORMAT)
-        if version != TRACE_FORMAT:
+        if isinstance(version, int) and version != TRACE_FORMAT:
             self._refuse(f"trace format {version}; this version reads {TRACE_FORMAT}")
-        if missing := [key for key in KEYS[kind] if key not in record]:
-            self._refuse(f"'{missing[0]}' is missing")
+        for key, shape in SHAPES[kind].items():
+            if not fits(record, {key: shape}):
+                name = key.removesuffix("?")
+                self._refuse(f"'{name}' is {'malformed' if name in record else 'missing'}")
         if kind == "header":
             self.header = record
         elif kind == "footer":

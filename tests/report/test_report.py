@@ -82,6 +82,10 @@ def conditions(**changes: Any) -> Json:
     return header(sampler_parameters={k: v for k, v in values.items() if v is not None})
 
 
+def calibrated(quantiles: Json) -> Json:
+    return header(calibration={"model": {}, "quantiles": quantiles})
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -96,16 +100,22 @@ def conditions(**changes: Any) -> Json:
         ([header(sampler_parameters={}), token(3)], "lack 'regimes.lelv'"),
         ([conditions(**{"regimes.lehv": ["entropy ~ 3"]})], "'entropy ~ 3': expected QUANTITY"),
         ([conditions(**{"thresholds.h2": None})], "'thresholds.h2' is missing"),
+        ([calibrated({"entropy": [0.0, 1.0]})], "'calibration' is malformed"),
         # Bad lines and tokens.
         ([header(), {"type": "x"}], 'line 2: unknown line type "x"'),
         ([header(), token(3), "Killed"], "line 3: not JSON"),
         ([header(), token(3, entropy=float("nan"))], "line 2: NaN is not a number"),
+        ([header(), json.dumps(token(3)).replace("27,", "1e999,") + "\n"], "'top_k' is malformed"),
         ([header(), without(token(3), "row")], "line 2: 'row' is missing"),
         ([header(), without(token(3), "row") | {"context": 3}], "line 2: a trace of inspect"),
+        ([header(), token(3, entropy=True)], "'entropy' is malformed"),
+        ([header(), token(3, top=[[1, 2]])], "'top' is malformed"),
+        ([header(), branching(3, branches=[{"tokens": []}])], "'branches' is malformed"),
         ([header(), token(3, regime="none")], 'line 2: unknown regime "none"'),
         # Bad footers.
         ([header(), token(3), footer([token(3)]), token(4)], "line 4: data after the footer"),
         ([header(), token(3), without(footer([]), "timings")], "line 3: 'timings' is missing"),
+        ([header(), footer([], rows=[{}])], "line 2: 'rows' is malformed"),
     ],
 )
 def test_errors_of_traces_contain_the_line(
