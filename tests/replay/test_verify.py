@@ -52,6 +52,10 @@ def test_a_run_and_an_altered_one(
     status, out, err = verify(path, capsys=capsys)
     assert (status, err) == (1, "")
     assert out.startswith(f"{path}: line 6, position {lines[5]['position']}, metrics: entropy is ")
+    lines = read_trace(trace)
+    for missing in ([*lines[:5], *lines[6:]], [*lines[:5], lines[4], *lines[5:]]):
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in missing))
+        assert verify(path, capsys=capsys)[0] == 1
 
 
 def header(**changes: Any) -> Callable[[Lines], Any]:
