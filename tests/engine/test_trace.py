@@ -128,7 +128,7 @@ def test_an_incomplete_trace_is_read_up_to_its_end(tmp_path: Path) -> None:
             assert (found.torn, found.footer, found.tokens) == (True, None, expected[1:number])
 
 
-def test_data_after_the_footer_are_reported(tmp_path: Path) -> None:
+def test_data_after_the_footer_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     for one in TRACE:
         written(path, [*TRACE, one])
