@@ -104,15 +104,15 @@ class TraceReader:
             self._refuse("not a trace: the first line must be a header")
         if self.footer is not None:
             self._refuse("data after the footer")
-        is_known = isinstance(kind, str) and kind in SHAPES
-        if not is_known or (kind == "header") == bool(self.header):
+        shapes = SHAPES.get(kind) if isinstance(kind, str) else None
+        if shapes is None or (kind == "header") == bool(self.header):
             self._refuse(f"unknown line type {json.dumps(kind)}")
         if "context" in record and "row" not in record:
             self._refuse("a trace of inspect, which generates nothing, has no page")
         version = record.get("format_version", TRACE_FORMAT)
         if isinstance(version, int) and version != TRACE_FORMAT:
             self._refuse(f"trace format {version}; this version reads {TRACE_FORMAT}")
-        for key, shape in SHAPES[kind].items():
+        for key, shape in shapes.items():
             if not fits(record, {key: shape}):
                 name = key.removesuffix("?")
                 self._refuse(f"'{name}' is {'malformed' if name in record else 'missing'}")

@@ -72,9 +72,8 @@ class UserFunction:
 
 def _describe(made: Any) -> str:
     """Returns the types and shapes of arrays, or else the type of a value."""
-    leaves, tree = jax.tree.flatten(made)
+    leaves = jax.tree.leaves(made)
     if not leaves or not all(hasattr(x, "dtype") or isinstance(x, int | float) for x in leaves):
         return type(made).__name__
     arrays = [f"{jnp.result_type(leaf)} {list(jnp.shape(leaf))}" for leaf in leaves]
-    is_array = tree == jax.tree.structure(0)
-    return arrays[0] if is_array else f"{type(made).__name__}({', '.join(arrays)})"
+    return arrays[0] if leaves[0] is made else f"{type(made).__name__}({', '.join(arrays)})"

@@ -37,9 +37,8 @@ def proposal(temperature: Any) -> Proposal:
 )
 def test_results_are_checked(part: str, valid: Any, wrong: Any, message: str) -> None:
     def of(result: Any) -> Callable[..., Any]:
-        function: Callable[..., Any] = getattr(
-            Mechanism("own", **{part: lambda *arguments: result}).guarded(), part
-        )
+        parts: dict[str, Any] = {part: lambda *arguments: result}
+        function: Callable[..., Any] = getattr(Mechanism("own", **parts).guarded(), part)
         return function
 
     arguments = {"learn": (None, CTX), "control": (CTX, ONE)}.get(part, (CTX,))
