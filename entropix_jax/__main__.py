@@ -26,12 +26,6 @@ COMMANDS = {
 }
 
 
-def run_module(command: str) -> None:
-    """Runs a command as the program `python -m entropix_jax.MODULE`, and exits with its status."""
-    sys.argv.insert(1, command)
-    sys.exit(main())
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the subcommand that the first argument names, and returns its exit status.
 

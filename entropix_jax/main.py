@@ -1,6 +1,9 @@
 """`python -m entropix_jax.main`, the same as `entropix-jax generate`."""
 
-from entropix_jax.__main__ import run_module
+import sys
+
+from entropix_jax.__main__ import main
 
 if __name__ == "__main__":
-    run_module("generate")
+    sys.argv.insert(1, "generate")
+    sys.exit(main())

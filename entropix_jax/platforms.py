@@ -1,13 +1,11 @@
 """Platform-specific dispatch.
 
-Which way is taken is settled where a program is lowered for a platform. Only a process whose
-default device is a CPU traces the way of a CPU alone, since tracing the others, which it does not
-compile, took a third of a second. It lowers for another platform `with traced_for_all(True)`.
+The branch is chosen when a program is lowered for a platform. A process whose default device is a
+CPU traces only the CPU's branch, which saves a third of a second. It lowers for another platform
+`with traced_for_all(True)`.
 """
 
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -22,15 +20,13 @@ def for_platform(
     *args: Any,
     otherwise: Callable[..., Out],
     cpu: Callable[..., Out] | None = None,
-    gpu: Callable[..., Out] | None = None,
     tpu: Callable[..., Out] | None = None,
 ) -> Out:
-    """`cpu(*args)` in a program for CPUs, `gpu(*args)` in one for GPUs, `tpu(*args)` in one for
-    TPUs, `otherwise(*args)` in one for a platform that has no function of its own."""
+    """Returns `cpu(*args)` in a program for CPUs, `tpu(*args)` in one for TPUs, and
+    `otherwise(*args)` in one for a platform without a function of its own."""
     if traces_cpu_alone():
         return (cpu or otherwise)(*args)
-    named = {"cpu": cpu, "cuda": gpu, "rocm": gpu, "tpu": tpu}
-    ways = {platform: way for platform, way in named.items() if way is not None}
+    ways = {name: way for name, way in (("cpu", cpu), ("tpu", tpu)) if way is not None}
     out: Out = lax.platform_dependent(*args, **ways, default=otherwise)
     return out
 
@@ -38,17 +34,6 @@ def for_platform(
 def on_cpu() -> bool:
     """Whether the default device is a CPU."""
     return jax.default_backend() == "cpu"
-
-
-@cache
-def multiplies_bfloat16() -> bool:
-    """Whether the processor has bfloat16 dot products; without them XLA widens both factors on
-    every use. Only x86 is detected."""
-    try:
-        known = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:  # not Linux
-        return False
-    return "avx512_bf16" in known
 
 
 def traces_cpu_alone() -> bool:

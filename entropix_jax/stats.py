@@ -26,10 +26,6 @@ class AttnStats:
     divergence: jax.Array  # [B, L] mean over heads of sum_j |a_j - mean over heads of a_j|
     interaction: jax.Array  # [B, L] mean of |s| over heads and valid keys
     keys: jax.Array  # float32 [B], n
-    # Bool [B, T, 1+2L], only where requested: whether a new token's activations are finite. First
-    # those of the embedding; for each layer those of q, k and v, then those of its output. True for
-    # padding.
-    sound: jax.Array | None = None
 
 
 def entropy_and_varentropy(log_probs: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -101,7 +101,7 @@ class Model:
 
         def weight(array: jax.Array) -> Weight:
             if weights == INT8 and array.ndim == 2:
-                array = quantized(array, rounds_inputs=precision.rounds_inputs)
+                array = quantized(array)
             return arranged(array) if jax.default_backend() == "cpu" else array
 
         params = jax.tree.map(weight, init_params(config, jax.random.key(0), dtype))

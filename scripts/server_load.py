@@ -67,7 +67,7 @@ class Server:
     """`serve` in a process of its own, at `url`."""
 
     def __init__(self, options: Iterable[object], port: int = 0) -> None:
-        command = [sys.executable, "-m", "entropix_jax.serve", "--port", port, *options]
+        command = [sys.executable, "-m", "entropix_jax", "serve", "--port", port, *options]
         self.process = subprocess.Popen(
             [*map(str, command)],
             env={**os.environ, "PYTHONPATH": str(ROOT)},

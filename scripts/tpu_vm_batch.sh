@@ -2,7 +2,7 @@
 # Starts one batch on all workers of a TPU VM that is there: creates nothing, deletes nothing.
 #
 #     scripts/tpu_vm_batch.sh NAME ZONE --input gs://BUCKET/prompts.jsonl \
-#         --output gs://BUCKET/out.jsonl [more options of entropix_jax.batch]
+#         --output gs://BUCKET/out.jsonl [more options of entropix-jax batch]
 #
 # Each worker has the repository in ENTROPIX_DIR (default: entropix_jax, in the home folder), with
 # its environment in .venv. Needs gcloud, logged in. Started again it goes on where it was.
@@ -18,4 +18,4 @@ printf -v options ' %q' "$@"
 folder=${ENTROPIX_DIR:-entropix_jax}
 printf -v folder '%q' "${folder#\~/}" # a relative path begins in the home folder, too
 exec gcloud compute tpus tpu-vm ssh "$name" --zone "$zone" --worker=all \
-    --command "cd $folder && .venv/bin/python -m entropix_jax.batch --distributed$options"
+    --command "cd $folder && .venv/bin/python -m entropix_jax batch --distributed$options"

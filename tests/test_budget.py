@@ -1,5 +1,5 @@
-"""Limits of the project's size. A change that needs more raises the limit here, in a separate
-commit that says why. `python -m tests.test_budget` prints the table.
+"""Limits of the project's size, and goals. A change that needs more raises the limit here, in a
+separate commit that says why. `python -m tests.test_budget` prints the table.
 """
 
 from __future__ import annotations
@@ -35,22 +35,19 @@ def lines_of_closure(name: str) -> int:
 
 
 def sizes() -> dict[str, int]:
-    """Returns the sizes by name, in lines unless the name says files."""
+    """Returns the sizes by name, in lines."""
     whole = lines(FILES.values())
     apart = modules("lab"), modules("serve", "chat")
     scripts = [path for path in files_in("scripts", "*") if "__pycache__" not in path.parts]
     return {
-        "sampler/step.py and what it imports, files": len(closure(STEP)),
         "sampler/step.py and what it imports": lines_of_closure(STEP),
-        "engine/decode.py and what it imports, files": len(closure(DECODE)),
         "engine/decode.py and what it imports": lines_of_closure(DECODE),
         "sampler/step.py, engine/decode.py": modules("sampler.step", "engine.decode"),
-        "the draw: filters, draw": modules(*(f"sampler.{name}" for name in ("filters", "draw"))),
+        "sampler/filters.py, sampler/draw.py": modules("sampler.filters", "sampler.draw"),
         "sampler/, engine/, model/": modules("sampler", "engine", "model"),
         "package without lab/, serve/, chat/": whole - sum(apart),
         "lab/": apart[0],
         "serve/, chat/": apart[1],
-        "modules at the root of the package, files": len([*PACKAGE.glob("*.py")]),
         "scripts/": lines(scripts),
         "tests/": lines(files_in("tests", "*.py")),
         "README.md": lines([ROOT / "README.md"]),
@@ -58,28 +55,27 @@ def sizes() -> dict[str, int]:
     }
 
 
+# The limit, and the goal.
 LIMITS = {
-    "sampler/step.py and what it imports, files": 12,
-    "sampler/step.py and what it imports": 1_805,
-    "engine/decode.py and what it imports, files": 28,
-    "engine/decode.py and what it imports": 4_160,
-    "sampler/step.py, engine/decode.py": 450,
-    "the draw: filters, draw": 320,
-    "sampler/, engine/, model/": 11_750,
-    "package without lab/, serve/, chat/": 18_870,
-    "lab/": 7_015,
-    "serve/, chat/": 3_040,
-    "modules at the root of the package, files": 8,
-    "scripts/": 2_800,
-    "tests/": 26_950,
-    "README.md": 180,
-    "docs/": 2_655,
+    "sampler/step.py and what it imports": (1_805, 1_600),
+    "engine/decode.py and what it imports": (4_060, 4_000),
+    "sampler/step.py, engine/decode.py": (420, 420),
+    "sampler/filters.py, sampler/draw.py": (240, 230),
+    "sampler/, engine/, model/": (11_520, 10_400),
+    "package without lab/, serve/, chat/": (18_490, 15_000),
+    "lab/": (7_000, 5_300),
+    "serve/, chat/": (3_030, 3_000),
+    "scripts/": (2_800, 2_800),
+    "tests/": (26_950, 23_400),
+    "README.md": (180, 180),
+    "docs/": (2_645, 2_600),
 }
 
 
 @pytest.mark.parametrize("what", LIMITS)
 def test_sizes(what: str) -> None:
-    size, limit = sizes()[what], LIMITS[what]
+    size, (limit, goal) = sizes()[what], LIMITS[what]
+    assert goal <= limit
     assert size <= limit, f"{what}: {size}, at most {limit}"
 
 
@@ -89,4 +85,5 @@ def test_all_sizes_have_limits() -> None:
 
 if __name__ == "__main__":
     for name, size in sizes().items():
-        print(f"{size:7,} of {LIMITS.get(name, 0):7,}  {name}")
+        limit, goal = LIMITS[name]
+        print(f"{size:7,} of {limit:7,}  {max(size - goal, 0):6,} above the goal  {name}")

@@ -48,7 +48,7 @@ def test_unused_variants_are_not_traced() -> None:
         raise AssertionError("traced")
 
     def choose(x: jax.Array) -> jax.Array:
-        return for_platform(x, gpu=refuse, otherwise=lambda x: -x)
+        return for_platform(x, tpu=refuse, otherwise=lambda x: -x)
 
     assert jax.jit(choose)(1.0) == -1.0
     with traced_for_all(True), pytest.raises(AssertionError, match="traced"):

@@ -36,7 +36,6 @@ from entropix_jax.host.files import check_writable, lock_alone
 
 FORMAT_VERSION = 1
 UPLOAD_SECONDS = 60.0
-UPLOAD_RATIO = 20  # a slow upload is followed by a pause of this many times its duration
 
 Key = str | tuple[int, str]  # of a record: its id, or its line and digest
 
@@ -133,9 +132,8 @@ class Store:
         """Appends the result of a record, unless it has one.
 
         On this machine it is in the file on return; in an object store after the next upload, at
-        most a minute or 20 times the duration of an upload later as long as results come, or on
-        closing. UserError if it cannot be written (a local file is then as before); ValueError if a
-        number is NaN or infinite.
+        most a minute later as long as results come, or on closing. UserError if it cannot be
+        written (a local file is then as before); ValueError if a number is NaN or infinite.
         """
         key = _key(record.line, record.id, record.digest)
         if key in self._done:
@@ -163,7 +161,6 @@ class Store:
 
     def _upload(self) -> None:
         """Replaces the object by the file."""
-        started = time.monotonic()
         if self._find_version() != self._version:
             raise UserError(f"{self.address}: another run is writing to it")
         with open_replacement(self.address) as out:
@@ -171,8 +168,7 @@ class Store:
             shutil.copyfileobj(self._file, out, 2**20)
         self._version = self._find_version()
         self._uploaded = self._end
-        now = time.monotonic()
-        self._due = now + max(UPLOAD_SECONDS, UPLOAD_RATIO * (now - started))
+        self._due = time.monotonic() + UPLOAD_SECONDS
 
     def _find_version(self) -> tuple[Any, ...] | None:
         """The checksum of the object, which S3 has, or else its size and time. None without an
@@ -198,26 +194,14 @@ class Store:
                 elif self._end != self._uploaded or (self._version is None and error is None):
                     self._upload()
         except UserError as failure:
-            if error is None or (isinstance(error, UserError) and not self._is_local):
-                raise UserError(f"{error or failure}{self._kept()}") from None
-            print(f"{failure}{self._kept()}", file=sys.stderr)
+            if error is None:
+                raise
+            print(failure, file=sys.stderr)
         except BaseException:  # a second signal
-            print(f"{self.address}: not written to its end{self._kept()}", file=sys.stderr)
+            print(f"{self.address}: not written to its end", file=sys.stderr)
             raise
         finally:
             self._close(failed=error is not None)
-
-    def _kept(self) -> str:
-        """Copies results of an object store to a local file; returns the words for an error."""
-        if self._is_local:
-            return ""
-        with (
-            storage_errors(tempfile.gettempdir(), "written"),
-            tempfile.NamedTemporaryFile("wb", suffix=".jsonl", delete=False) as kept,
-        ):
-            self._file.seek(0)
-            shutil.copyfileobj(self._file, kept, 2**20)
-        return f"; all results are in {kept.name}"
 
     def _close(self, *, failed: bool) -> None:
         """Closes the file. After a failure a new output that is still empty is removed."""
@@ -251,11 +235,6 @@ def check_output(address: str, *, input: str | None = None) -> None:
             if fs.exists(path) and not fs.isfile(path):
                 raise UserError(f"{address}: cannot be written: not a regular file")
             check_writable(Path(path))
-        elif fs.exists(f"{path}.parts"):
-            raise UserError(
-                f"{address}.parts: unjoined results of an earlier version of this program: run the"
-                " same command with that version to its end, or choose another output"
-            )
 
 
 def _key(line: int, record_id: str | None, digest: str) -> Key:

@@ -51,7 +51,7 @@ class Session:
         if self.model.tokenizer.chat_template is None:
             hint = "it cannot chat (entropix-jax generate continues a text)"
             raise UserError(f"{self.model.folder}: this model has no chat template: {hint}")
-        recording = Recording(top=_TOP, layers=True, check=self.options.check)
+        recording = Recording(top=_TOP, layers=True)
         self._engine = Engine(
             self.model, slots=1, capacity=self.context, recording=recording, keep=True
         )

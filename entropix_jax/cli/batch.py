@@ -113,7 +113,6 @@ def run(arguments: Arguments) -> int:
     context = arguments.model.fit(name, arguments.context, slots=slots, mesh=mesh)
 
     # The model, its calibrated sampler, and the run.
-    check = arguments.model.check
     model = arguments.model.load(name, mesh if mesh.size > 1 else None)
     defaults = Defaults(sampler, **arguments.text.values())
     run = BatchRun(
@@ -121,7 +120,7 @@ def run(arguments: Arguments) -> int:
         defaults,
         slots=slots,
         capacity=context,
-        recording=Recording(top=arguments.trace_top, layers=arguments.trace_layers, check=check),
+        recording=Recording(top=arguments.trace_top, layers=arguments.trace_layers),
         traces=None if arguments.trace is None else Path(arguments.trace),
         name=name,
     )

@@ -58,8 +58,7 @@ class Arguments:
     """Number of texts to generate from the prompt, in parallel."""
     method: Text = None
     """Generate several continuations and choose one: self-consistency, weighted-vote, best-of-n,
-    surest-of-n, dts, dts-greedy, eager, beam, start-forks, dts-matched or eager-matched. The tree
-    goes to standard error."""
+    surest-of-n, dts, dts-greedy, eager or beam. The tree goes to standard error."""
     forks: Count = 8
     """Maximum number of continuations of a --method, at most 32."""
     vote: Flag = False
@@ -113,7 +112,7 @@ def run(arguments: Arguments) -> int:
         calibrated,
         **arguments.text.values(),
         samples=arguments.samples,
-        recording=Recording(top=top, layers=layers, check=arguments.model.check),
+        recording=Recording(top=top, layers=layers),
         ask=_ask_on_terminal(arguments, status),
     )
     for note in calibrated.notes:
@@ -124,8 +123,8 @@ def run(arguments: Arguments) -> int:
 
         request = generation.rows[0].request
         method = find_method(arguments.method).with_vote(arguments.vote)
-        as_json, check = arguments.format == "json", arguments.model.check
-        return run_search(model, request, method, arguments.forks, check=check, as_json=as_json)
+        as_json = arguments.format == "json"
+        return run_search(model, request, method, arguments.forks, as_json=as_json)
 
     if arguments.trace is not None and Path(arguments.trace).is_fifo():
         print(f"note: {arguments.trace}: a pipe, which waits for its reader", file=sys.stderr)
@@ -289,13 +288,12 @@ def _run(
         print(means(rows), end="", file=sys.stderr)
         assert rows.header is not None
         types = rows.header["precision"]
-        products = f", products {types['products']}" if "products" in types else ""
-        line = f"weights {types['weights']}, hidden states {types['activations']}{products}"
+        line = f"weights {types['weights']}, hidden states {types['activations']}"
         print(line, file=sys.stderr)
     print(summary(rows, speed.value), file=sys.stderr)
     if errors := {i: row.error for i, row in enumerate(rows) if row.error is not None}:
         messages = [f"row {i}: {e}" if len(rows) > 1 else e for i, e in errors.items()]
-        hint = "" if arguments.model.check else " (--check names the tensor, or the layer)"
+        hint = "" if arguments.model.check else " (--check looks for them in the weights)"
         raise UserError("; ".join(messages) + hint)
     interrupted = any(row.finish_reason == "interrupt" for row in rows)
     return EXIT_INTERRUPT if interrupted else EXIT_OK

@@ -67,7 +67,6 @@ def run(arguments: Arguments) -> int:
 
     sampler = arguments.model.choose_sampler()
     name = model_name(arguments.model.model)
-    check = arguments.model.check
     model = arguments.model.load(name)
     calibrated = calibrate_sampler(sampler, model)
     ids = model.tokenizer.encode(text, add_bos=True)
@@ -76,7 +75,7 @@ def run(arguments: Arguments) -> int:
         ids,
         calibrated,
         context=arguments.context or None,
-        recording=Recording(top=arguments.top, layers=arguments.layers, check=check),
+        recording=Recording(top=arguments.top, layers=arguments.layers),
     )
     for note in calibrated.notes:
         print(f"note: {note}", file=sys.stderr)

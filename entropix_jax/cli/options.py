@@ -57,10 +57,10 @@ Folder = Annotated[str | None, option("DIR")]
 Model = Annotated[str | None, option("MODEL")]
 Module = Annotated[str | None, option("MODULE")]
 _Weights = Literal["bfloat16", "float32", "int8"]
-_Activations = Literal["auto", "float32", "bfloat16", "int8"]
+_Activations = Literal["auto", "float32", "bfloat16"]
 _weights = option("{bfloat16,float32,int8}", _Weights, aliases=["--weights"])
 Dtype = Annotated[_Weights | None, _weights]
-Activations = Annotated[_Activations, option("{auto,float32,bfloat16,int8}", _Activations)]
+Activations = Annotated[_Activations, option("{auto,float32,bfloat16}", _Activations)]
 Count = Annotated[int, tyro.conf.arg(metavar="N")]
 OptionalCount = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
 Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
@@ -88,11 +88,9 @@ class ModelOptions:
     precision: Activations = "auto"
     """Dtype of hidden states and, except on a CPU, of the cache. auto: that of the weights, on a
     CPU only if it multiplies bfloat16, else float32. With float32 a row's tokens rarely depend on
-    its batch. int8, with --weights int8: as auto, but products of several rows round their inputs
-    to int8, which is faster and less exact."""
+    its batch."""
     check: Flag = False
-    """Check all weights and activations for NaN and infinity. An error names the tensor, or the
-    layer and the position."""
+    """Check all weights for NaN and infinity. An error names the tensor."""
 
     def fit(self, name: str, context: int | None, *, slots: int, mesh: "Mesh | None" = None) -> int:
         """Returns the cache positions of a row for `--context`, by default at most 2048, and prints
@@ -221,10 +219,10 @@ def _document(arguments: Any) -> None:
     """Adds the docstrings of fields, own and inherited, as one line each, to their types, where
     tyro prefers them. It would keep the line breaks of the docstrings."""
     for owner in filter(is_dataclass, arguments.__mro__):
-        for told in docstring_parser.parse_from_object(owner).params:
-            text = " ".join((told.description or "").split())
-            kind = owner.__annotations__[told.arg_name]
-            owner.__annotations__[told.arg_name] = Annotated[kind, tyro.conf.arg(help=text)]
+        for parameter in docstring_parser.parse_from_object(owner).params:
+            text = " ".join((parameter.description or "").split())
+            kind = owner.__annotations__[parameter.arg_name]
+            owner.__annotations__[parameter.arg_name] = Annotated[kind, tyro.conf.arg(help=text)]
     for kind in get_type_hints(arguments).values():
         if is_dataclass(kind):
             _document(kind)
@@ -311,7 +309,7 @@ def model_name(name: str | None) -> str:
 @contextlib.contextmanager
 def _print_notes() -> Iterator[None]:
     """Prints each `Note` once, as a line of its own; other warnings stay as they are."""
-    told: set[str] = set()
+    shown: set[str] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("always", Note)
         show = warnings.showwarning
@@ -322,8 +320,8 @@ def _print_notes() -> Iterator[None]:
             text = str(message)
             if not issubclass(category, Note):
                 show(message, category, *rest, **named)
-            elif text not in told:  # a file may be read again
-                told.add(text)
+            elif text not in shown:  # a file may be read again
+                shown.add(text)
                 with contextlib.suppress(OSError):  # standard error on a full disk
                     print(f"note: {printable(text)}", file=sys.stderr)
 

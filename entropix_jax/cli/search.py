@@ -24,7 +24,6 @@ def run_search(
     method: "Method",
     forks: int,
     *,
-    check: bool,
     as_json: bool,
 ) -> int:
     """Runs a search, prints the chosen text and the tree of continuations, and returns the exit
@@ -39,9 +38,7 @@ def run_search(
             engine.stop()
 
     with show_status(f"searching with {forks} continuations ..."), deferred_interrupts(stop):
-        outcome = search(
-            model, request, method, forks, last_answer, check=check, on_engine=engines.append
-        )
+        outcome = search(model, request, method, forks, last_answer, on_engine=engines.append)
     if outcome is None:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPT

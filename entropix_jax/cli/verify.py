@@ -72,9 +72,8 @@ def _load(name: str | None, trace: "Trace", path: Path) -> "LanguageModel":
     header = trace.header
     precision = header["precision"]
     name = str(header["model"]) if name is None else name
-    activations = precision.get("products", precision["activations"])
     use_compilation_cache()
-    model = load(name, precision["weights"], precision=activations)
+    model = load(name, precision["weights"], precision=precision["activations"])
     own: Any = json.loads(json.dumps(asdict(model.config)))
     for here, there in ((own, header["model_config"]), (model.precision.to_json(), precision)):
         different = sorted(key for key in {*here, *there} if here.get(key) != there.get(key))

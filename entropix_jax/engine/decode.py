@@ -29,15 +29,12 @@ from entropix_jax.engine.state import (
     with_lanes,
     without_lanes,
 )
-from entropix_jax.model.cache import KVCache
 from entropix_jax.model.config import ModelConfig
-from entropix_jax.model.finite import NOWHERE, earlier, first_unsound
 from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.mesh import ONCE, ROWS, STEPS, any_shard, split_rows, sum_shards
 from entropix_jax.model.params import Params
 from entropix_jax.sampler.context import where_rows
 from entropix_jax.sampler.step import choose
-from entropix_jax.stats import AttnStats
 
 Carry = tuple[jax.Array, DecodeState, StepRecord]  # steps done, state, records so far
 
@@ -64,7 +61,10 @@ def decode_step(
     # The model reads each row's last token, and the sampler chooses the next one.
     before, running = state, state.running
     last = jnp.take_along_axis(state.history, state.cache.length[:, None], axis=1)
-    logits, stats, cache, unsound = _read(params, config, state, last, running, program)
+    hidden, stats, cache = forward(
+        params, config, last, running.astype(jnp.int32), state.cache, window=program.window
+    )
+    logits = unembed(params, hidden[:, 0])
     view = view_rows(state, config.vocab_size)
     choice, step, sampler = choose(
         logits, stats, state.settings, state.sampler, view, program.parts
@@ -104,7 +104,6 @@ def decode_step(
         extras=extras_of(logits, stats, program.recording),
         rewinds=step.rewinds,
         settled=jnp.where(joined.joins, state.cache.length + 1, step.settled),
-        unsound=unsound,
         status=jnp.where(joined.joins, state.status, status),
         parent=before.fork.parent,
         branch=before.fork.branch,
@@ -189,30 +188,3 @@ def decode(
     _, state, records = lax.while_loop(unfinished, body, start)
     state = state if lanes else with_lanes(state, whole)
     return state, records, any_shard(jnp.any(is_forked(state)))
-
-
-def _read(
-    params: Params,
-    config: ModelConfig,
-    state: DecodeState,
-    last: jax.Array,
-    running: jax.Array,
-    program: Program,
-) -> tuple[jax.Array, AttnStats, KVCache, jax.Array]:
-    """Runs the forward pass of each running row's last token, int32 [P, 1]. Returns logits float32
-    [P, V], statistics, the cache with the token, and where the row is unsound. There the logits are
-    NaN."""
-    hidden, stats, cache = forward(
-        params,
-        config,
-        last,
-        running.astype(jnp.int32),
-        state.cache,
-        window=program.window,
-        check=program.recording.check,
-    )
-    logits, unsound = unembed(params, hidden[:, 0]), state.unsound
-    if stats.sound is not None:
-        unsound = earlier(unsound, first_unsound(stats.sound, state.cache.length))
-        logits = jnp.where(unsound[:, :1] == NOWHERE, logits, jnp.nan)
-    return logits, stats, cache, unsound

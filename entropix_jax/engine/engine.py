@@ -124,7 +124,6 @@ class Engine:
             model,
             capacity=capacity,
             keep=keep,
-            check=self._recording.check,
             programs=self._programs,
         )
         self._chunk_steps = 1

@@ -4,10 +4,21 @@ The first branch runs in the row's own slot, the others in lanes, additional row
 row that is to fork waits until there is a lane for each branch. Rows that have waited longest come
 first, so none starves, and the width of a fork does not depend on other rows. An ended branch keeps
 its lane until the last one has ended. Forks that have begun need no more lanes.
+
+Invariants between steps, where `start` is the position of the branches' first tokens:
+
+- A row that runs has the text `history[:length + 1]`, with `length` its cache's: its last token is
+  not cached. A row that waits to fork has the text `history[:start]`, all cached: `length ==
+  start`.
+- Branch 0 of a fork is in the row's slot. Branch i > 0 is in a lane, whose `parent` is the slot.
+- A branch has evaluated the tokens `history[start:length]`. Its score is their mean. The next one
+  is `history[length]`.
+- A lane is free if its status is STOPPED. Its `branch` is then -1.
 """
 
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -32,7 +43,7 @@ _BLOCK = 32  # positions that are copied at once; larger blocks take long to com
 
 # Fields that a branch copies from its row, besides cache and tally. It neither asks the host nor
 # rewinds.
-_COPIED = "history confidences prompt_length budget keys settings eos_ids fork unsound".split()
+_COPIED = "history confidences prompt_length budget keys settings eos_ids fork".split()
 
 
 def is_forked(state: DecodeState) -> jax.Array:
@@ -53,7 +64,9 @@ def want_fork(state: DecodeState, step: Step, parts: Parts) -> DecodeState:
     """Registers the forks of a sampler step. A fork with a single branch begins at once."""
     if not parts.acts:
         return state
-    wants = step.forks
+    wants, places = step.forks, state.status.shape[0]
+    chex.assert_shape((wants, step.width), (places,))
+    chex.assert_shape(step.candidates, (places, MAX_WIDTH))
     new = replace(
         state.fork,
         width=step.width,
@@ -74,6 +87,7 @@ def want_fork(state: DecodeState, step: Step, parts: Parts) -> DecodeState:
 
 def start_forks(state: DecodeState) -> DecodeState:
     """Forks the rows that wait, as far as there are free lanes."""
+    chex.assert_tree_shape_prefix((state.parked, state.fork), state.status.shape)
     batch = state.status.shape[0] - state.lanes
     waits = (state.status[:batch] == FORKS) & ~state.parked[:batch]
     free = state.status[batch:] == STOPPED
@@ -95,8 +109,8 @@ def start_forks(state: DecodeState) -> DecodeState:
     waited = state.fork.waited.at[:batch].add((waits & ~begins).astype(jnp.int32))
     state = replace(state, fork=replace(state.fork, waited=waited))
 
-    # What they are given: a copy of all that the row is. The cache is copied in a loop, which
-    # changes it in place; a condition would copy all of it.
+    # Each branch starts as a copy of the row. The cache is copied in a loop, which changes it in
+    # place. A condition would copy all of it.
     used = jnp.where(lane < number, target, state.status.shape[0])
     place = jnp.arange(state.status.shape[0], dtype=jnp.int32)
     origin = place.at[used].set(source, mode="drop")
@@ -127,7 +141,9 @@ def grow(
     if not parts.acts:
         return state, jnp.zeros(last.shape, bool)
     fork, rows, seen = state.fork, step.rows, choice.observation
+    chex.assert_shape((last, choice.token, seen.regime, rows.length), state.status.shape)
     own = state.settings.own["branch"]
+    chex.assert_equal_shape((step.scored, own.until.of_token))
     grows = rows.running & (rows.branch >= 0)
     is_certain = (seen.regime != LEHV) & (seen.regime != HEHV)
     ends = (
@@ -158,6 +174,7 @@ def join_forks(state: DecodeState, parts: Parts) -> tuple[DecodeState, Joined]:
       takes that token.
     """
     places = state.status.shape[0]
+    chex.assert_tree_shape_prefix((state.cache.length, state.fork, state.sampler), (places,))
     if not parts.acts:
         no, zero = jnp.zeros(places, bool), jnp.zeros(places, jnp.int32)
         return state, Joined(no, zero, zero, jnp.zeros((places, MAX_WIDTH), jnp.float32), no)
@@ -203,8 +220,8 @@ def join_forks(state: DecodeState, parts: Parts) -> tuple[DecodeState, Joined]:
     target = jnp.where(forced, start, history.shape[1])
     end = start + committed
     last = jnp.take_along_axis(history, jnp.maximum(end - 1, 0)[:, None], axis=1)[:, 0]
-    left = state.budget[:batch] - (end - state.prompt_length[:batch])
-    status = status_after(left, last, state.eos_ids[:batch])
+    remaining = state.budget[:batch] - (end - state.prompt_length[:batch])
+    status = status_after(remaining, last, state.eos_ids[:batch])
     status = jnp.where(waits, WAITS_FOR_CHOICE, jnp.where(forced, RUNNING, status))
 
     def put(all_: jax.Array, new: jax.Array) -> jax.Array:
@@ -291,13 +308,13 @@ def _take_winners(state: DecodeState, takes: jax.Array, winner: jax.Array) -> De
     batch = takes.shape[0]
     place = jnp.arange(state.status.shape[0], dtype=jnp.int32)
     origin = place.at[:batch].set(jnp.where(takes, winner, place[:batch]))
-    own = (state.history, state.confidences, state.sampler.tally, state.unsound)
-    history, confidences, tally, unsound = jax.tree.map(lambda x: jnp.take(x, origin, axis=0), own)
+    own = state.history, state.confidences, state.sampler.tally
+    history, confidences, tally = jax.tree.map(lambda x: jnp.take(x, origin, axis=0), own)
     rows = jnp.nonzero(takes, size=state.lanes, fill_value=0)[0].astype(jnp.int32)
 
     lanes, start = winner[rows], state.fork.start[rows]
     end = state.cache.length[lanes]
     cache = copy_runs(state.cache, jnp.sum(takes), lanes, rows, start, end, block=_BLOCK)
     sampler = replace(state.sampler, tally=tally)
-    state = replace(state, history=history, confidences=confidences, unsound=unsound)
+    state = replace(state, history=history, confidences=confidences)
     return replace(state, cache=cache, sampler=sampler)

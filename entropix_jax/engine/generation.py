@@ -49,11 +49,13 @@ class Generation:
         )
         first = requests[0]
         several = any(request.prompt != first.prompt for request in requests)
-        told = header(model, first.sampler, first.prompt, seed=first.seed, messages=first.messages)
+        shared_header = header(
+            model, first.sampler, first.prompt, seed=first.seed, messages=first.messages
+        )
         self.timings: dict[str, float] = {}
         self.rows = Rows(
             (Row(request, number=number) for number, request in enumerate(requests)),
-            None if several else told,
+            None if several else shared_header,
             self.timings,
         )
         self._start = time.perf_counter()

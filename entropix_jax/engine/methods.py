@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from entropix_jax.engine.beam import Beam
-from entropix_jax.engine.matched import MatchedForks
 from entropix_jax.engine.results import Request
 from entropix_jax.engine.search import Method
 from entropix_jax.engine.trace import TokenRecord
@@ -23,10 +22,6 @@ def _is_uncertain(request: Request, token: TokenRecord) -> bool:
     return token.regime in ("helv", "hehv")
 
 
-def _is_first(request: Request, token: TokenRecord) -> bool:
-    return token.position == len(request.prompt)
-
-
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
         method.name: method
@@ -38,21 +33,14 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             Method("dts", _is_forked, 3, replaces=True),
             Method("dts-greedy", _is_forked, 3, "first", replaces=True),
             Method("eager", _is_uncertain, 2),
-            Method("dts-matched", _is_forked, 3, replaces=True, make=MatchedForks),
-            Method("eager-matched", _is_uncertain, 2, make=MatchedForks),
-            Method("start-forks", _is_first, 0),
             Method("beam", width=0, choice="beam", make=Beam),
         )
     }
 )
 
 
-def find_method(name: str) -> Method:
-    """Returns a method by its name.
-
-    Raises:
-        UserError: unknown name.
-    """
-    if name not in METHODS:
-        raise UserError(f"no method '{name}'{nearest(name, [*METHODS])}")
-    return METHODS[name]
+def find_method(name: str, methods: Mapping[str, Method] = METHODS) -> Method:
+    """Returns one of the methods by its name. UserError for an unknown name."""
+    if name not in methods:
+        raise UserError(f"no method '{name}'{nearest(name, [*methods])}")
+    return methods[name]

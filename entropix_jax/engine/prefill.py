@@ -10,13 +10,12 @@ from jax import lax
 from entropix_jax.engine.state import DecodeState
 from entropix_jax.model.cache import KVCache
 from entropix_jax.model.config import ModelConfig
-from entropix_jax.model.finite import earlier, first_unsound
 from entropix_jax.model.llama import forward
 from entropix_jax.model.mesh import ROWS, apply_if_any, local_index, local_rows, split_rows
 from entropix_jax.model.params import Params
 
 
-@partial(jax.jit, static_argnames=("config", "window", "check"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("config", "window"), donate_argnames="state")
 @split_rows(ROWS)
 def prefill(
     params: Params,
@@ -27,7 +26,6 @@ def prefill(
     *,
     config: ModelConfig,
     window: int,
-    check: bool = False,
 ) -> DecodeState:
     """Caches more prompt tokens of some rows, independently of the other rows.
 
@@ -40,26 +38,21 @@ def prefill(
         config: static.
         window: static, the cache positions that are read: at least as many as any of the rows has
             afterwards.
-        check: static; the state notes where activations are not finite, and the row's first step
-            then fails.
     """
     whole = state.cache
 
-    def cached(part: KVCache, unsound: jax.Array) -> tuple[KVCache, jax.Array]:
-        _, stats, grown = forward(params, config, tokens, count, part, window=window, check=check)
-        if stats.sound is not None:
-            unsound = earlier(unsound, first_unsound(stats.sound, part.length))
-        return grown, unsound
+    def cached(part: KVCache) -> KVCache:
+        _, _, grown = forward(params, config, tokens, count, part, window=window)
+        return grown
 
     # All slots in place.
     if slots is None:
         batch = whole.length.shape[0] - state.lanes
         tokens, count = local_rows((tokens, count), batch)
         part = replace(whole, length=whole.length[:batch])
-        cache, unsound = cached(part, state.unsound[:batch])
+        cache = cached(part)
         length = whole.length.at[:batch].set(cache.length)
-        unsound = state.unsound.at[:batch].set(unsound)
-        return replace(state, cache=replace(cache, length=length), unsound=unsound)
+        return replace(state, cache=replace(cache, length=length))
 
     # Some rows: gathered, read, and scattered back, on the shards that have any of them.
     slots = local_index(slots, whole.length.shape[0])
@@ -70,23 +63,20 @@ def prefill(
     def put(rows: jax.Array, part: jax.Array) -> jax.Array:
         return rows.at[slots, :, :window].set(part, mode="drop")
 
-    def read(carry: tuple[KVCache, jax.Array]) -> tuple[KVCache, jax.Array]:
-        whole, unsound = carry
+    def read(whole: KVCache) -> KVCache:
         part = replace(
             whole,
             keys=tuple(map(picked, whole.keys)),
             values=tuple(map(picked, whole.values)),
             length=jnp.take(whole.length, slots, mode="clip"),
         )
-        part, found = cached(part, jnp.take(unsound, slots, axis=0, mode="clip"))
-        grown = replace(
+        part = cached(part)
+        return replace(
             whole,
             keys=tuple(map(put, whole.keys, part.keys)),
             values=tuple(map(put, whole.values, part.values)),
             length=whole.length.at[slots].set(part.length, mode="drop"),
         )
-        return grown, unsound.at[slots].set(found, mode="drop")
 
     ours_here = slots < whole.length.shape[0]
-    cache, unsound = apply_if_any(ours_here, read, (whole, state.unsound))
-    return replace(state, cache=cache, unsound=unsound)
+    return replace(state, cache=apply_if_any(ours_here, read, whole))

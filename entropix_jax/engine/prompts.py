@@ -58,17 +58,14 @@ class PromptReader:
         *,
         capacity: int,
         keep: bool,
-        check: bool,
         programs: Programs | None = None,
     ) -> None:
         """Prepares to read rows of `capacity` cache positions. With `keep` caches outlive a run, so
-        few programs should serve all lengths. With `check` the state records where activations are
-        not finite. Only `programs` are run, see `request`."""
+        few programs should serve all lengths. Only `programs` are run, see `request`."""
         self.read = 0  # tokens, padding not counted
         self._model = model
         self._capacity = capacity
         self._keep = keep
-        self._check = check
         self._programs = programs
 
     def cache(
@@ -173,15 +170,15 @@ class PromptReader:
         return self._model.params, state, tokens, count, None if layout.slots == 1 else numbers
 
     def _static(self, window: int) -> dict[str, Any]:
-        return {"config": self._model.config, "window": window, "check": self._check}
+        return {"config": self._model.config, "window": window}
 
     def _part(self, length: int, cached: int) -> tuple[int, int]:
         """The size of the next part of a text, padding included, and the cache positions it reads,
         where `cached` of the `length` tokens to read are cached."""
-        left, window = length - cached, PREFILL_WINDOW
-        size = bucket(left, _MIN_PART)
+        remaining, window = length - cached, PREFILL_WINDOW
+        size = bucket(remaining, _MIN_PART)
         if self._keep:
-            size, window = MAX_PREFILL if left >= MAX_PREFILL else _KEPT_PART, DECODE_WINDOW
+            size, window = MAX_PREFILL if remaining >= MAX_PREFILL else _KEPT_PART, DECODE_WINDOW
         elif self._programs is not None and length > _BACKGROUND_PART:
             size = _BACKGROUND_PART
         size = min(size, chunk_size(self._model.config, length, 1, MAX_PREFILL))

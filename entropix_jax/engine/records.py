@@ -1,6 +1,6 @@
 """Converts the device's records of a chunk of steps to typed records on the host."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
@@ -11,6 +11,7 @@ from entropix_jax.engine.slots import Layout
 from entropix_jax.engine.state import Extras, Joined, Recording, StepRecord
 from entropix_jax.engine.trace import TokenRecord, plain
 from entropix_jax.names import REGIMES
+from entropix_jax.sampler.metrics import Metrics
 
 Decode = Callable[[Sequence[int]], str]  # a tokenizer's `decode_within`
 _REQUIRED = [field.name for field in fields(TokenRecord) if field.default is MISSING]
@@ -32,7 +33,6 @@ class StepOutcome:
         status: see `DecodeState`.
         rewinds: whether the row goes back to the token's position, without a token.
         settled: the position that the next steps cannot go back beyond.
-        unsound: see `finite.first_unsound`.
     """
 
     slot: int
@@ -44,7 +44,6 @@ class StepOutcome:
     status: int
     rewinds: bool
     settled: int
-    unsound: tuple[int, int]
 
 
 def outcomes(
@@ -68,8 +67,8 @@ def outcomes(
     if records.live.shape[1] == len(slot_of):  # the lanes took part
         lanes_first = np.argsort(slot_of >= 0, kind="stable")
         records = jax.tree.map(lambda x: x[:, lanes_first], records)
-    told = records.live | records.joined.joins
-    records = jax.tree.map(lambda x: x[told], records)
+    reports = records.live | records.joined.joins
+    records = jax.tree.map(lambda x: x[reports], records)
     slot = slot_of[records.parent]
     indices = range(len(slot))
     return map(
@@ -83,7 +82,6 @@ def outcomes(
         plain(records.status),
         plain(records.rewinds),
         plain(records.settled),
-        map(tuple, plain(records.unsound)),
     )
 
 
@@ -109,14 +107,14 @@ def _step_tokens(
         "top_p": plain(proposal.top_p),
         "min_p": plain(proposal.min_p),
         "forwards": plain(records.forwards),
-        "regime": [REGIMES[regime] for regime in plain(observation.regime)],
         "loop": plain(observation.rounds > 0),
-        "sequence_varentropy": plain(observation.sequence_varentropy),
         "confidence": plain(observation.confidence),
-        "token_confidence": plain(observation.token_confidence),
-        "self_certainty": plain(observation.self_certainty),
-        "max_prob": plain(observation.max_prob),
-        **{name: plain(values) for name, values in vars(observation.metrics).items()},
+        **measured(
+            observation.regime,
+            observation.sequence_varentropy,
+            observation.metrics,
+            (observation.token_confidence, observation.self_certainty, observation.max_prob),
+        ),
         **extras_fields(records.extras, recording, decode),
     }
     if recording.state:
@@ -140,6 +138,20 @@ def _candidates(records: StepRecord, i: int) -> list[tuple[int, float]]:
 def _joined(joined: Joined, i: int) -> Joined | None:
     """Returns the end of the fork in record `i`, as Python values; None without one."""
     return jax.tree.map(lambda x: plain(x[i]), joined) if joined.joins[i] else None
+
+
+def measured(
+    regime: Any, sequence_varentropy: Any, metrics: Metrics, confidences: Iterable[Any]
+) -> dict[str, list[Any]]:
+    """Returns the fields of `MeasuredToken` that are measured, of n tokens. `confidences` are those
+    of `metrics.measure_confidence`. Arrays are [n]."""
+    names = "token_confidence", "self_certainty", "max_prob"
+    return {
+        "regime": [REGIMES[index] for index in plain(regime)],
+        "sequence_varentropy": plain(sequence_varentropy),
+        **{name: plain(values) for name, values in vars(metrics).items()},
+        **dict(zip(names, map(plain, confidences), strict=True)),
+    }
 
 
 def extras_fields(extras: Extras, recording: Recording, decode: Decode) -> dict[str, list[Any]]:

@@ -26,7 +26,6 @@ from entropix_jax.engine.state import (
 from entropix_jax.engine.trace import BranchRecord, TokenRecord
 from entropix_jax.errors import UserError, check_range
 from entropix_jax.host.integers import as_integer
-from entropix_jax.model.finite import NOWHERE, describe
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.draw import row_key
 from entropix_jax.sampler.mechanism import Mechanism
@@ -215,9 +214,7 @@ class RunningRow:
         if outcome.status == ERROR:
             yield from self._commit()
             if self.running:  # no stop string
-                position, stage = outcome.unsound
-                fault = f"NaN or infinite logits at position {token.position}"
-                self.row.error = fault if position == NOWHERE else describe(position, stage)
+                self.row.error = f"NaN or infinite logits at position {token.position}"
                 yield self._end("error")
         elif outcome.status == WAITS_FOR_TEXT:
             yield from self._commit()

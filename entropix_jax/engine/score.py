@@ -5,7 +5,7 @@ does not grow with the text.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -22,17 +22,15 @@ from entropix_jax.engine.preparation import (
     check_recording,
     chunk_size,
 )
-from entropix_jax.engine.records import extras_fields
+from entropix_jax.engine.records import extras_fields, measured
 from entropix_jax.engine.state import Extras, Recording, extras_of
-from entropix_jax.engine.trace import plain
+from entropix_jax.engine.trace import MeasuredToken, plain
 from entropix_jax.errors import UserError
 from entropix_jax.model.cache import KVCache, cache_dtype, init_cache
 from entropix_jax.model.config import ModelConfig
-from entropix_jax.model.finite import NOWHERE, describe, first_unsound
 from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.model.params import Params
-from entropix_jax.names import REGIMES
 from entropix_jax.sampler.metrics import Metrics, apply_noise_floor, measure, measure_confidence
 from entropix_jax.sampler.regimes import classify
 from entropix_jax.sampler.settings import SamplerSettings
@@ -46,41 +44,22 @@ _NOTHING = Recording()
 _classify = jax.jit(jax.vmap(classify, in_axes=(0, None, 0)))
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredToken:
-    """One token of a given text, and the metrics of the distribution before it.
+@dataclass(slots=True)
+class ScoredToken(MeasuredToken):
+    """One token of a given text.
 
-    Entropies are in bits, varentropies in bits^2, the token's `logprob` in nats. `context` is the
-    number of tokens before it that the model saw. `text` is the text that the token completes.
-    `top`, [token id, text, probability] of the most likely tokens, and `layers`, the attention
-    entropy of each layer and head, are None unless recorded.
+    `context` is the number of tokens before it that the model saw. `top`, [token id, text,
+    probability] of the most likely tokens, and `layers`, the attention entropy of each layer and
+    head, are None unless recorded.
     """
 
-    position: int
     context: int
-    token_id: int
-    text: str
-    regime: str
-    logprob: float
-    entropy: float
-    varentropy: float
-    sequence_varentropy: float
-    attn_entropy: float
-    attn_entropy_norm: float
-    attn_varentropy: float
-    agreement: float
-    agreement_published: float
-    interaction_strength: float
-    token_confidence: float
-    self_certainty: float
-    max_prob: float
     top: list[tuple[int, str, float]] | None = None
     layers: list[list[float]] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The object of a line of JSON."""
-        fields = {name: getattr(self, name) for name in self.__slots__}
-        return {"type": "token"} | {k: v for k, v in fields.items() if v is not None}
+        """Returns the object of a line of JSON."""
+        return {"type": "token", **self.present()}
 
 
 def score_tokens(
@@ -115,7 +94,7 @@ def score_tokens(
         reader = TextReader(model, sampler, recording)
         for segment, at, scores in reader.read(segments, batch=1):
             assert scores.measured is not None
-            metrics, extras, (token_confidence, self_certainty, max_prob) = scores.measured
+            metrics, extras, confidences = scores.measured
             variances = []
             for entropy in plain(metrics.entropy):
                 count += 1
@@ -127,16 +106,11 @@ def score_tokens(
             # Parts are resized to the longest: one program serves them all.
             longest = partial(np.resize, new_shape=_METRICS_CHUNK)
             points = jax.tree.map(longest, metrics), sampler.settings, longest(spread)
-            columns: dict[str, list[Any]] = dict(
-                regime=[REGIMES[number] for number in _classify(*points)[: len(spread)]],
-                sequence_varentropy=plain(spread),
-                logprob=plain(scores.logprob[:, 0]),
-                **{name: plain(values) for name, values in vars(metrics).items()},
-                token_confidence=plain(token_confidence),
-                self_certainty=plain(self_certainty),
-                max_prob=plain(max_prob),
+            columns = {
+                "logprob": plain(scores.logprob[:, 0]),
+                **measured(_classify(*points)[: len(spread)], spread, metrics, confidences),
                 **extras_fields(extras, recording, model.tokenizer.decode_within),
-            )
+            }
             start = segments[segment].start
             for position, values in enumerate(zip(*columns.values(), strict=True), start + at + 1):
                 text = stream.push(tokens[position])
@@ -187,8 +161,7 @@ class Scores:
 
     logprob: jax.Array  # float32 [..., K] nats, of each token that may follow
     greedy: jax.Array  # bool [..., K], whether it is the most likely
-    finite: jax.Array  # bool, the logits and the activations, where they are checked
-    sound: jax.Array | None  # bool [..., 1+2L], see `AttnStats`; None where it is not checked
+    finite: jax.Array  # bool, whether the logits are finite
     # Metrics, what is recorded of the distribution, and `measure_confidence`; None without a
     # sampler.
     measured: tuple[Metrics, Extras, tuple[jax.Array, jax.Array, jax.Array]] | None
@@ -231,7 +204,9 @@ class TextReader:
                 part = alike[first : first + rows]
                 for row, at, scores in self._read_batch(part, rows):
                     if not scores.finite.all():
-                        raise UserError(part[row].where + self._find_fault(part[row]))
+                        position = part[row].start + at + 1 + int(scores.finite.argmin())
+                        fault = f"NaN or infinite logits at position {position}"
+                        raise UserError(part[row].where + fault)
                     yield done + first + row, at, scores
             done += len(alike)
 
@@ -285,19 +260,6 @@ class TextReader:
                 if len(own.finite):
                     yield row, start + known.start, own
 
-    def _find_fault(self, text: Text) -> str:
-        """Where reading a text yields NaN or infinity."""
-        checking = TextReader(self.model, recording=Recording(check=True))
-        for _, at, scores in checking._read_batch([replace(text, first=0)], rows=1):
-            at += text.start
-            assert scores.sound is not None
-            position, stage = first_unsound(scores.sound[None], jnp.array([at]))[0].tolist()
-            if position != NOWHERE:
-                return describe(position, stage)
-            if not scores.finite.all():
-                return f"NaN or infinite logits at position {at + 1 + scores.finite.argmin()}"
-        return f"NaN or infinite logits at or after position {text.start + 1}"
-
 
 def _capacity(text: Text) -> int:
     """Positions of the cache that a text is read with."""
@@ -322,18 +284,14 @@ def _score_chunk(
 ) -> tuple[KVCache, Scores | None]:
     """Reads `tokens[B, T]`, of each row the first `count[B]`. Where `scored`: the scores of
     `following[B, T, K]`, and with settings (of one row, for all) the metrics."""
-    every, check = settings is not None, recording.check
-    hidden, stats, cache = forward(
-        params, config, tokens, count, cache, window=window, every=every, check=check
-    )
+    every = settings is not None
+    hidden, stats, cache = forward(params, config, tokens, count, cache, window=window, every=every)
     if not scored:
         return cache, None
     logits = unembed(params, hidden.reshape(-1, config.width))  # [B*T, V], as are the statistics
     log_probs = jax.nn.log_softmax(logits, axis=-1)
     wanted = following.reshape(logits.shape[0], -1)
     finite, measured = jnp.all(jnp.isfinite(logits), axis=-1), None
-    if stats.sound is not None:
-        finite &= jnp.all(stats.sound, axis=-1).reshape(-1)
     if settings is not None:
         shape = logits.shape[:1]
         of_token = jax.tree.map(lambda x: jnp.broadcast_to(x, (*shape, *x.shape)), settings)
@@ -345,7 +303,6 @@ def _score_chunk(
         logprob=jnp.take_along_axis(log_probs, wanted, axis=1),
         greedy=wanted == jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32),
         finite=finite,
-        sound=None if stats.sound is None else stats.sound.reshape(*finite.shape, -1),
         measured=measured,
     )
     return cache, jax.tree.map(lambda x: x.reshape(*tokens.shape, *x.shape[1:]), scores)

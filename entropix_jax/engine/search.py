@@ -36,7 +36,7 @@ class Method:
         forks_at: whether a continuation forks at a token. None: all begin at the prompt, with their
             own random numbers.
         width: number of tokens that a fork continues with: the chosen one and the most likely
-            others. 0: as many as the budget allows.
+            others. 0 for a beam, which considers twice as many as it is wide.
         replaces: a fork continues with the most likely tokens only, and drops the chosen one if it
             is not among them.
         choice: "vote" (the most frequent answer), "likeliest" (the highest mean log-probability),
@@ -78,12 +78,11 @@ VOTES = ("vote", "weighted")  # choices that count answers
 SINGLE = Method("single", choice="first")
 
 
-def recording_for(method: Method, forks: int, *, check: bool = False) -> Recording:
-    """Returns the recording that an engine needs for a method with at most `forks` continuations;
-    for `check` see `Recording`."""
+def recording_for(method: Method, forks: int) -> Recording:
+    """Returns the recording that an engine needs for a method with at most `forks` rows."""
     if (method.forks_at is None and method.make is None) or forks == 1:
-        return Recording(check=check)
-    return Recording(top=method.width or 2 * forks, state=True, check=check)
+        return Recording()
+    return Recording(top=method.width or 2 * forks, state=True)
 
 
 @dataclass(frozen=True)
@@ -235,19 +234,19 @@ class Search:
 
     def _fork(self, engine: Engine, index: int, row: Row) -> None:
         """Forks a continuation at the token that is decided, as far as the budget allows."""
-        token, left = row.tokens[self._at], self.forks - len(self.rows)
-        if left < 1:
+        token, remaining = row.tokens[self._at], self.forks - len(self.rows)
+        if remaining < 1:
             return
-        width = self.method.width or self.forks
+        width = self.method.width
         # The engine may record more than the method needs.
         most = self._candidates(token, width)
         if self.method.replaces:
-            most = most[: 1 + left]
+            most = most[: 1 + remaining]
             if most and token.token_id not in dict(most):  # the chosen token's place is taken
                 self.rows[index] = self._branch(engine, row, most.pop(0)[0])
                 end_row(engine, row, self._at)
         others = [pair for pair in most if pair[0] != token.token_id]
-        for token_id, logprob in others[: min(width - 1, left)]:
+        for token_id, logprob in others[: min(width - 1, remaining)]:
             self.made.append(Fork(len(self.rows), index, token.position, token_id, logprob))
             self.rows.append(self._branch(engine, row, token_id))
 
@@ -309,7 +308,6 @@ def search(
     forks: int,
     extract: Extract | None = None,
     *,
-    check: bool = False,
     on_engine: Callable[[Engine], Any] = lambda engine: None,
 ) -> Outcome | None:
     """Runs the search of one prompt with at most `forks` continuations. `on_engine` gets the
@@ -323,7 +321,7 @@ def search(
         model,
         slots=forks,
         capacity=bucket(longest, MIN_CAPACITY),
-        recording=recording_for(method, forks, check=check),
+        recording=recording_for(method, forks),
     )
     on_engine(engine)
     ended = next(run_searches(engine, [method.search(request, forks)]), None)

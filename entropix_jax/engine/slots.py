@@ -16,7 +16,6 @@ from entropix_jax.engine.state import RUNNING, STOPPED, DecodeState, Fork
 from entropix_jax.errors import UserError
 from entropix_jax.model.cache import init_cache
 from entropix_jax.model.config import ModelConfig
-from entropix_jax.model.finite import NOWHERE
 from entropix_jax.model.mesh import (
     ROWS,
     broadcast_row,
@@ -138,7 +137,6 @@ def empty_slots(
         forwards=full(0),
         status=full(STOPPED),
         parked=full(False, dtype=bool),
-        unsound=full(NOWHERE, 2),
         lanes=layout.lanes,
     )
     if mesh is not None:
@@ -225,9 +223,7 @@ def insert(
     own: Any = {n: jax.tree.map(put, getattr(state, n), getattr(row, n)) for n in names}
     fork = state.fork
     fresh = init_sampler_state(1, mechanisms).trail
-    left = (fork.parent == number) & (fork.branch >= 0)
-    is_here = jnp.arange(state.status.shape[0], dtype=jnp.int32)[:, None] == number
-    past = is_here & (state.unsound[:, :1] >= jnp.asarray(row.cached))
+    freed = (fork.parent == number) & (fork.branch >= 0)
     return replace(
         state,
         cache=replace(state.cache, length=put(state.cache.length, row.cached)),
@@ -236,10 +232,9 @@ def insert(
             tally=jax.tree.map(put, state.sampler.tally, row.tally),
             trail=jax.tree.map(lambda all_, one: put(all_, one[0]), state.sampler.trail, fresh),
         ),
-        fork=replace(fork, branch=jnp.where(left, -1, fork.branch)),
-        status=put(jnp.where(left, STOPPED, state.status), jnp.int32(RUNNING)),
+        fork=replace(fork, branch=jnp.where(freed, -1, fork.branch)),
+        status=put(jnp.where(freed, STOPPED, state.status), jnp.int32(RUNNING)),
         parked=put(state.parked, np.bool_(False)),
-        unsound=jnp.where(past, NOWHERE, state.unsound),
     )
 
 
@@ -261,10 +256,7 @@ def share_prefix(
         runs = (source[None], target[None], jnp.zeros(1, jnp.int32), count[None])
         cache = copy_runs(state.cache, jnp.int32(1), *runs, block=_BLOCK)
     length = state.cache.length.at[target].set(count, mode="drop")
-    found = broadcast_row(state.unsound, source)
-    found = jnp.where(found[0] < count, found, NOWHERE)
-    unsound = state.unsound.at[target].set(found, mode="drop")
-    return replace(state, cache=replace(cache, length=length), unsound=unsound)
+    return replace(state, cache=replace(cache, length=length))
 
 
 @partial(jax.jit, donate_argnames="state")

@@ -76,7 +76,6 @@ class DecodeState:
     status: jax.Array  # int32 [P], see RUNNING
     # bool [P], skipped by steps: longer than their window, or its text is not read yet
     parked: jax.Array
-    unsound: jax.Array  # int32 [P, 2], see `finite.first_unsound`, of the prompt as far as checked
     # Static: rows at the end of each data shard that are lanes.
     lanes: int = struct.field(pytree_node=False)
 
@@ -92,7 +91,6 @@ class Recording:
 
     top: int = 0  # how many of the most likely tokens, with their probabilities
     layers: bool = False  # the attention entropy of each layer and head
-    check: bool = False  # where an activation is NaN or infinite; such a row fails there
     # The sampler's state after each token, from which `Engine.fork` and `rewind` continue.
     state: bool = False
     # Layers stay arrays, which `TokenRecord.to_json` makes plain: that takes longer than a step's
@@ -136,7 +134,7 @@ class Joined:
 class StepRecord:
     """A step's effect on each row; [P] fields, or [steps, P] from a loop. [B] without lanes."""
 
-    live: jax.Array  # bool: the row was running; else the fields up to `unsound` mean nothing
+    live: jax.Array  # bool: the row was running; else the fields up to `settled` mean nothing
     position: jax.Array  # int32, of the token
     forwards: jax.Array  # int32, when the token was chosen
     choice: Choice
@@ -144,7 +142,6 @@ class StepRecord:
     extras: Extras  # of the distribution that the step evaluated
     rewinds: jax.Array  # bool: the row goes back to the position, and has no token
     settled: jax.Array  # int32, the position that the next steps cannot go back beyond
-    unsound: jax.Array  # int32 [P, 2], see `finite.first_unsound`; NOWHERE where nothing is checked
     status: jax.Array  # int32, after it; a row that waits, forks or failed has no token
     parent: jax.Array  # int32, see `Fork`
     branch: jax.Array  # int32, see `Fork`; a branch that has ended has no token
@@ -165,22 +162,22 @@ def extras_of(logits: jax.Array, stats: AttnStats, recording: Recording) -> Extr
     return Extras(top_ids=top_ids, top_probs=top_probs, layers=layers)
 
 
-def status_after(left: jax.Array, token: jax.Array, eos_ids: jax.Array) -> jax.Array:
+def status_after(remaining: jax.Array, token: jax.Array, eos_ids: jax.Array) -> jax.Array:
     """Returns the status of rows after a token, int32 [B]: EOS, LENGTH or RUNNING.
 
     Args:
-        left: int32 [B], tokens left of the budget after it.
+        remaining: int32 [B], tokens that remain of the budget after it.
         token: int32 [B].
         eos_ids: int32 [B, E], the end tokens; -1 matches none.
     """
     ended = jnp.any(token[:, None] == eos_ids, axis=-1)
-    return jnp.where(ended, EOS, jnp.where(left <= 0, LENGTH, RUNNING))
+    return jnp.where(ended, EOS, jnp.where(remaining <= 0, LENGTH, RUNNING))
 
 
 def status_after_step(state: DecodeState, choice: Choice, step: Step, ends: jax.Array) -> jax.Array:
     """Returns each row's status after the step, int32 [P]; `ends[P]` are branches that end."""
-    is_branch, left = step.rows.branch >= 0, step.rows.remaining - 1
-    after_token = status_after(left, choice.token, state.eos_ids)
+    is_branch, remaining = step.rows.branch >= 0, step.rows.remaining - 1
+    after_token = status_after(remaining, choice.token, state.eos_ids)
     table = (
         (~step.rows.running, state.status),
         (ends, BRANCH_ENDED),

@@ -33,29 +33,27 @@ class BranchRecord:
     chosen: bool
 
 
-@dataclass(slots=True)  # not frozen: the engine makes one for each token, and fills in its text
-class TokenRecord:
-    """One committed token. Entropies are in bits, varentropies in bits^2, log-probabilities in
-    nats.
+# The fields of a line, in order.
+_ORDER = """row position context token_id text regime action logprob entropy varentropy
+    sequence_varentropy attn_entropy attn_entropy_norm attn_varentropy agreement agreement_published
+    interaction_strength confidence token_confidence self_certainty max_prob temperature top_k top_p
+    min_p forwards loop top branches layers ambiguous chosen""".split()
+
+
+@dataclass(slots=True)
+class MeasuredToken:
+    """A token, and the metrics of the distribution before it. Entropies are in bits, varentropies
+    in bits^2, log-probabilities in nats.
 
     `text` is the text that the token completes: a row's texts, joined, are the row's text
     (including the stop string that ended it). It is empty in the middle of a character and for
-    control tokens. `forwards` counts the token positions of the row that were evaluated beyond its
-    prompt when the token was chosen. `top`, [token id, text, probability] of the most likely
-    tokens, and `layers`, the attention entropy of each layer and head, in lists or as float32 [L,
-    N] (see `Recording.raw_layers`), are None unless recorded. `branches`, all branches that were
-    rolled out, and `ambiguous`, whether the two best scores were within the margin and their texts
-    differ, are None except on the first token of a branch. `chosen` is True on a token that a
-    person chose, else None. `state`, the sampler's state after the token, for one row, is None
-    unless recorded, and not part of a trace.
+    control tokens.
     """
 
-    row: int
     position: int
     token_id: int
     text: str
     regime: str
-    action: str
     logprob: float
     entropy: float
     varentropy: float
@@ -66,10 +64,33 @@ class TokenRecord:
     agreement: float
     agreement_published: float
     interaction_strength: float
-    confidence: float
     token_confidence: float
     self_certainty: float
     max_prob: float
+
+    def present(self, without: Collection[str] = ()) -> dict[str, Any]:
+        """Returns the fields of a line that are not None, in order, `without` some of them."""
+        values = {name: getattr(self, name, None) for name in _ORDER if name not in without}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(slots=True)  # not frozen: the engine makes one for each token, and fills in its text
+class TokenRecord(MeasuredToken):
+    """One committed token.
+
+    `forwards` counts the token positions of the row that were evaluated beyond its prompt when the
+    token was chosen. `top`, [token id, text, probability] of the most likely tokens, and `layers`,
+    the attention entropy of each layer and head, in lists or as float32 [L, N] (see
+    `Recording.raw_layers`), are None unless recorded. `branches`, all branches that were
+    rolled out, and `ambiguous`, whether the two best scores were within the margin and their texts
+    differ, are None except on the first token of a branch. `chosen` is True on a token that a
+    person chose, else None. `state`, the sampler's state after the token, for one row, is None
+    unless recorded, and not part of a trace.
+    """
+
+    row: int
+    action: str
+    confidence: float
     temperature: float
     top_k: int
     top_p: float
@@ -84,16 +105,14 @@ class TokenRecord:
     state: Tally | None = field(default=None, compare=False, repr=False)
 
     def to_json(self, *, retracted: bool = False, without: Collection[str] = ()) -> dict[str, Any]:
-        """The object of a trace line: of a committed token, or of a retracted one; `without` some
-        of its fields."""
-        names = (name for name in self.__slots__ if name != "state" and name not in without)
-        fields = {name: getattr(self, name) for name in names}
-        if fields.get("branches") is not None:
-            fields["branches"] = [asdict(branch) for branch in fields["branches"]]
-        if isinstance(fields.get("layers"), np.ndarray):
-            fields["layers"] = plain(fields["layers"])
-        kind = "retracted" if retracted else "token"
-        return {"type": kind} | {k: v for k, v in fields.items() if v is not None}
+        """Returns the object of a trace line, of a committed token or of a retracted one, `without`
+        some of its fields."""
+        values = self.present(without)
+        if "branches" in values:
+            values["branches"] = [asdict(branch) for branch in values["branches"]]
+        if isinstance(values.get("layers"), np.ndarray):
+            values["layers"] = plain(values["layers"])
+        return {"type": "retracted" if retracted else "token", **values}
 
 
 def plain(value: Any) -> Any:

@@ -25,9 +25,9 @@ def use_compilation_cache() -> None:
             if sys.platform != "win32" and (
                 found.st_uid != os.geteuid() or found.st_mode & stat.S_IWOTH
             ):
-                told = "directory is writable by other users: compiled programs are not cached"
+                problem = "directory is writable by other users: compiled programs are not cached"
                 hint = "remove it, or set XDG_CACHE_HOME"
-                print(f"note: {own}: {told} ({hint})", file=sys.stderr)
+                print(f"note: {own}: {problem} ({hint})", file=sys.stderr)
                 return
             own.chmod(0o700)
         except (OSError, RuntimeError):  # not writable; no home at all

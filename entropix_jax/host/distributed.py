@@ -28,8 +28,8 @@ def join(processes: int | None = None, process: int | None = None) -> tuple[int,
         try:
             return int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
         except KeyError:
-            told = "outside a TPU VM or Slurm give --processes and --process"
-            raise UserError(f"--distributed: {told}") from None
+            hint = "outside a TPU VM or Slurm give --processes and --process"
+            raise UserError(f"--distributed: {hint}") from None
     import jax
 
     try:

@@ -9,7 +9,8 @@ from random import Random
 from typing import Any
 
 from entropix_jax.errors import UserError
-from entropix_jax.sampler.keys import check_key, check_values, scalars
+from entropix_jax.host.shapes import fits
+from entropix_jax.sampler.keys import check_key, check_values, keys
 from entropix_jax.sampler.sampler import Sampler
 
 _MAX_TRIES = 1000  # for one draw that differs from all before
@@ -84,7 +85,7 @@ def _axis(key: str, values: Any, sampler: Sampler, where: str) -> Callable[[Rand
             ' { from = LOW, to = HIGH, scale = "linear" or "log" }'
         )
     low, high = found
-    whole = scalars(sampler.mechanisms).get(key, {}).get("type") is int
+    whole = keys(sampler.mechanisms)[key].kind is int
     if whole:
         low, high = math.ceil(low), math.floor(high)
         if low > high:
@@ -106,18 +107,11 @@ def _ends(values: Any) -> tuple[float, float] | None:
     if not _is_range(values):
         return None
     low, high, scale = values.get("from"), values.get("to"), values.get("scale", "linear")
-    if not is_list_of([low, high], int | float) or scale not in ("linear", "log"):
+    if not fits([low, high], [float]) or scale not in ("linear", "log"):
         return None
     if not -sys.float_info.max <= low < high <= sys.float_info.max:  # also false for NaN
         return None
     return None if scale == "log" and low <= 0 else (low, high)
-
-
-def is_list_of(value: Any, kind: Any) -> bool:
-    """Whether a value is a list of that type; booleans are not numbers."""
-    return isinstance(value, list) and all(
-        isinstance(v, kind) and not isinstance(v, bool) for v in value
-    )
 
 
 def name_setting(values: Mapping[str, Any]) -> str:

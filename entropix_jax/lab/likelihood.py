@@ -35,8 +35,8 @@ def log_likelihoods(
         if not before or not after:
             raise UserError(f"{where}the {'continuation' if before else 'context'} is empty")
         if length > context:
-            told = f"the continuation has {length} tokens, the model sees {context} at once"
-            raise UserError(where + told)
+            problem = f"the continuation has {length} tokens, the model sees {context} at once"
+            raise UserError(where + problem)
         *tokens, last = (*before, *after)[-context - 1 :]
         answers.setdefault(tuple(tokens), []).append((number, last, length))
     texts = [

@@ -21,7 +21,9 @@ from entropix_jax.errors import UserError, nearest
 from entropix_jax.host.files import read_toml
 from entropix_jax.host.integers import as_integer
 from entropix_jax.host.resources import resource_folder
-from entropix_jax.lab.draws import draw_samplers, flatten_table, is_list_of, name_setting
+from entropix_jax.host.shapes import fits
+from entropix_jax.lab.draws import draw_samplers, flatten_table, name_setting
+from entropix_jax.lab.methods import METHODS
 from entropix_jax.lab.tasks.registry import locate_task
 from entropix_jax.lab.tasks.task import Split
 from entropix_jax.names import REGIMES
@@ -148,10 +150,10 @@ def read_sweep(
         content = read_toml(path)
         if (name := content.pop("settings_of", None)) is not None:
             if not isinstance(name, str) or Path(name).name != name:
-                told = "must be the name of a sweep file in the same folder"
-                raise UserError(f"settings_of = {name!r}: {told}")
-            shared = _Table(read_toml(path.with_name(name)), "").table("settings").values
-            own = _Table(content, "").table("settings").values
+                expected = "must be the name of a sweep file in the same folder"
+                raise UserError(f"settings_of = {name!r}: {expected}")
+            shared = _Table(read_toml(path.with_name(name))).table("settings").values
+            own = _Table(content).table("settings").values
             content["settings"] = {**shared, **own}
         return make_sweep(content, path.parent, calibrate, mechanisms, data)
 
@@ -175,7 +177,7 @@ def make_sweep(
     Raises:
         UserError: the content is invalid; the message names the key.
     """
-    return _Reader(_Table(content, "", _KEYS), folder, calibrate, mechanisms, data).sweep()
+    return _Reader(_Table(content, known=_KEYS), folder, calibrate, mechanisms, data).sweep()
 
 
 def _read_comparison(table: _Table, names: Sequence[str]) -> Comparison:
@@ -184,28 +186,20 @@ def _read_comparison(table: _Table, names: Sequence[str]) -> Comparison:
     if by not in COSTS:
         raise UserError(f"{key}.by = {by!r}: must be one of {', '.join(COSTS)}")
     curve = table.values_of("curve", str)
-    others = [name for name in names if name not in curve]
-    settings = table.values_of("settings", str, others)
-    pairs = table.values.get("pairs", [])
-    if not isinstance(pairs, list) or not all(is_list_of(p, str) and len(p) == 2 for p in pairs):
-        raise UserError(f"{key}.pairs: must be a list of pairs of settings")
-    for place, named in (
-        ("curve", curve),
-        ("settings", settings),
-        ("pairs", [*itertools.chain(*pairs)]),
-    ):
-        _check_names(f"{key}.{place}", named, names)
+    settings = table.values_of("settings", str, [name for name in names if name not in curve])
+    pairs = table.get("pairs", [(str, str)], "a list of pairs of settings", [])
+    named = {"curve": curve, "settings": settings, "pairs": [*itertools.chain(*pairs)]}
+    for place, given in named.items():
+        _check_names(f"{key}.{place}", given, names)
     if len(curve) < 2:
         raise UserError(f"{key}.curve: must have at least two settings")
     if not settings and not pairs:
         raise UserError(f"{key}.settings: must name a setting to compare")
     margin = table.values.get("margin")
-    if margin is not None and not (is_list_of([margin], int | float) and 0 < margin < _MOST_MARGIN):
+    if margin is not None and not (fits(margin, float) and 0 < margin < _MOST_MARGIN):
         raise UserError(f"{key}.margin = {margin!r}: must be a number between 0 and {_MOST_MARGIN}")
     tasks = table.values_of("tasks", str)
-    return Comparison(
-        key, by, curve, settings, tuple((one, other) for one, other in pairs), margin, tasks
-    )
+    return Comparison(key, by, curve, settings, tuple(map(tuple, pairs)), margin, tasks)
 
 
 def _check_names(key: str, given: Sequence[str], names: Sequence[str]) -> None:
@@ -276,33 +270,30 @@ def _shipped_ranges(sampler: Sampler, place: str) -> dict[str, Any]:
 class _Table:
     """A table of a sweep file. The getters raise UserError for a value of another type."""
 
-    def __init__(self, values: Any, name: str, known: Sequence[str] = ()) -> None:
+    def __init__(self, values: Any, name: str = "", known: Sequence[str] = ()) -> None:
         if not isinstance(values, dict):
             raise UserError(f"{name}: must be a table, [{name}]")
+        self.values, self.name, self._prefix = values, name, f"{name}." if name else ""
         for key in values if known else ():
             if key not in known:
-                within = f"{name}: " if name else ""
-                raise UserError(f"{within}no key '{key}'{nearest(key, known)}")
-        self.values = values
-        self.name = name
-        self._prefix = f"{name}." if name else ""
+                where = f"{name}: " if name else ""
+                raise UserError(f"{where}no key '{key}'{nearest(key, known)}")
 
     def __contains__(self, key: str) -> bool:
         return key in self.values
 
+    def get(self, key: str, shape: Any, expected: str, default: Any = None) -> Any:
+        """Returns a value of a shape, see `host.shapes`, or the default."""
+        value = self.values.get(key, default)
+        if value is not default and not fits(value, shape):
+            raise UserError(f"{self._prefix}{key}: must be {expected}")
+        return value
+
     def table(self, key: str, known: Sequence[str] = ()) -> _Table:
         return _Table(self.values.get(key, {}), f"{self._prefix}{key}", known)
 
-    def tables(self, key: str) -> Iterator[_Table]:
-        """An array of comparisons, [[key]]."""
-        values = self.values.get(key, [])
-        if not isinstance(values, list):
-            raise UserError(f"{self._prefix}{key}: must be an array of tables, [[{key}]]")
-        for number, own in enumerate(values, 1):
-            yield _Table(own, f"{self._prefix}{key}.{number}", _COMPARISON_KEYS)
-
     def flat(self, key: str) -> dict[str, Any]:
-        """A table with dotted keys."""
+        """Returns a table with dotted keys."""
         return flatten_table(self.table(key).values)
 
     def count(self, key: str, default: int, least: int = 0, most: int = 2**31 - 1) -> int:
@@ -313,27 +304,21 @@ class _Table:
         return number
 
     def by_task(self, key: str, default: int | None, least: int = 0) -> ByTask:
-        if key not in self:
-            return ByTask(default)
-        if not isinstance(self.values[key], dict):
-            return ByTask(self.count(key, 0, least))
+        if not isinstance(self.values.get(key), dict):
+            return ByTask(self.count(key, 0, least) if key in self else default)
         own = self.table(key)
         return ByTask(default, {task: own.count(task, 0, least) for task in own.values})
 
     def text(self, key: str) -> str | None:
-        value = self.values.get(key)
-        if value is not None and not isinstance(value, str):
-            raise UserError(f"{self._prefix}{key}: must be text")
-        return value
+        text: str | None = self.get(key, str, "text")
+        return text
 
     def values_of(self, key: str, kind: type, default: Sequence[Any] = ()) -> tuple[Any, ...]:
-        """A list of distinct texts or integers."""
-        values = self.values.get(key, [*default])
-        where = f"{self._prefix}{key}"
-        if not is_list_of(values, kind):
-            raise UserError(f"{where}: must be a list of {'texts' if kind is str else 'integers'}")
+        """Returns a list of distinct texts or integers."""
+        kinds = {str: "a list of texts", int: "a list of integers"}
+        values = self.get(key, [kind], kinds[kind], default)
         if len(set(values)) < len(values):
-            raise UserError(f"{where}: has a value twice")
+            raise UserError(f"{self._prefix}{key}: has a value twice")
         return tuple(values)
 
     def seeds(self) -> tuple[int, ...]:
@@ -384,8 +369,13 @@ class _Reader:
             tuning=tuning,
             baseline=baseline,
             baselines=tuple(name for name in baselines if name != baseline),
-            comparisons=tuple(_read_comparison(own, names) for own in table.tables("compare")),
+            comparisons=tuple(self._comparisons(names)),
         )
+
+    def _comparisons(self, names: Sequence[str]) -> Iterator[Comparison]:
+        expected = "an array of tables, [[compare]]"
+        for number, own in enumerate(self.table.get("compare", list, expected, []), 1):
+            yield _read_comparison(_Table(own, f"compare.{number}", _COMPARISON_KEYS), names)
 
     def _settings(self, tuning: Tuning | None) -> Iterator[Setting]:
         table = self.table
@@ -410,7 +400,7 @@ class _Reader:
             with _within(where):
                 sampler = base if other is None else self._sampler(other, "sampler")
                 sampler = sampler.with_values(flatten_table(values))
-                method = SINGLE if named_method is None else find_method(named_method)
+                method = SINGLE if named_method is None else find_method(named_method, METHODS)
             yield Setting(name, sampler, {}, method, forks)
         if "grid" in table:
             yield from self._grid(base, table.flat("grid"))

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from entropix_jax.accelerators.gpu_kernels import attend_next, is_enabled
 from entropix_jax.platforms import for_platform
 from entropix_jax.stats import AttnStats, entropy_and_varentropy, sum_last
 
@@ -48,29 +47,25 @@ def attend(
         The attention output [B, T, N*H] in the queries' type, and the scaled scores, float32
         [B, N, T or 1, W] (meaningless where masked).
     """
-    args = queries, keys, values, positions
     chex.assert_shape((keys, values), (None, None, None, queries.shape[3]))
     chex.assert_shape(positions, queries.shape[:2])
-    plain, tokens = partial(_attend, window=window), queries.shape[1]
-    if tokens == 1 and is_enabled(keys):
-        kernel = partial(attend_next, window=window)
-        attended: tuple[jax.Array, jax.Array] = for_platform(*args, gpu=kernel, otherwise=plain)
-        return attended
+    args, tokens = (queries, keys, values, positions), queries.shape[1]
     if tokens == 1 or last is None:
-        return plain(*args)
+        return _attend(*args, window=window)
     is_large = 4 * tokens * queries.shape[2] * window > _LARGE
     mix = partial(_mix, window=window)
     blocks = partial(_mix_in_blocks, window=window) if is_large else None
     mixed: jax.Array = for_platform(*args, cpu=blocks, otherwise=mix)
     only, at = jnp.take_along_axis(queries, last[:, None, None, None], axis=1), last[:, None]
-    _, scores = plain(only, keys, values, jnp.take_along_axis(positions, at, axis=1))
+    at = jnp.take_along_axis(positions, at, axis=1)
+    _, scores = _attend(only, keys, values, at, window=window)
     return mixed, scores
 
 
 def _attend(
     queries: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array, *, window: int
 ) -> tuple[jax.Array, jax.Array]:
-    """`attend` in plain form, for any device."""
+    """Returns output and scores of all new tokens, see `attend`."""
     batch, tokens, heads, head_dim = queries.shape
     keys, values = keys[:batch, :, :window], values[:batch, :, :window]
 

@@ -107,8 +107,8 @@ def open_folder(path: Path) -> ModelFiles:
         one, other = (each.read(each.dtype).view(np.uint8) for each in (head, embedding))
         if np.array_equal(one, other):
             return files
-    told = f"'tie_word_embeddings' is ignored, since the stored '{HEAD}' differs from the embedding"
-    notes.append(f"{file}: {told}")
+    note = f"'tie_word_embeddings' is ignored, since the stored '{HEAD}' differs from the embedding"
+    notes.append(f"{file}: {note}")
     return replace(files, config=replace(config, tied_head=False))
 
 
@@ -136,7 +136,6 @@ def read_params(
     shardings: Params | None = None,
     *,
     check: bool = False,
-    rounds_inputs: bool = False,
 ) -> Params:
     """Loads the weights of a model, from tensors that `check_tensors` accepts.
 
@@ -145,7 +144,6 @@ def read_params(
         dtype: "float32", "bfloat16" or "int8": matrices as `Quantized`, norms in float32.
         shardings: a tree of shardings; None: the default device, see `arranged`.
         check: refuse NaN and infinity.
-        rounds_inputs: see `Quantized`.
     """
     specs, tree = jax.tree.flatten(param_specs(config))
     placed = [None] * len(specs) if shardings is None else jax.tree.leaves(shardings)
@@ -166,9 +164,7 @@ def read_params(
                 first = np.argwhere(~finite)[0].tolist()
                 raise stored[spec.name].error(f"holds NaN or infinity, first at {first}")
             is_small = dtype == INT8 and len(spec.shape) == 2
-            weight = (
-                quantized(read_values, rounds_inputs=rounds_inputs) if is_small else read_values
-            )
+            weight = quantized(read_values) if is_small else read_values
             weights.append(arranged(weight) if on_cpu() and sharding is None else weight)
     params: Params = jax.tree.unflatten(tree, weights)
     return params

@@ -41,8 +41,8 @@ class KnownKeys:
         for key, values in self.implemented.items():
             if key in raw and raw[key] not in values:
                 known = ", ".join(map(repr, values))
-                told = f"{raw[key]!r} is not implemented (known: {known})"
-                raise UserError(f"{path}: '{prefix}{key}': {told}")
+                problem = f"{raw[key]!r} is not implemented (known: {known})"
+                raise UserError(f"{path}: '{prefix}{key}': {problem}")
         unknown_keys = sorted({*raw} - {*self.implemented, *self.others.split()})
         unknown = ", ".join(f"'{prefix}{key}'" for key in unknown_keys)
         note = f"{path}: unknown keys, taken to change nothing: {unknown}"

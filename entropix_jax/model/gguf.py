@@ -85,15 +85,15 @@ def open_gguf(path: Path) -> ModelFiles:
 
     # Other files than whole models, and unsupported features.
     if (kind := metadata.get("general.type", "model")) != "model":
-        told = f"is not a model but '{kind}': merge it with its model, or name the model's file"
-        raise UserError(f"{path}: {told}")
+        problem = f"is not a model but '{kind}': merge it with its model, or name the model's file"
+        raise UserError(f"{path}: {problem}")
     if (parts := metadata.get("split.count")) not in (None, 0, 1):
-        told = f"is one of {parts} parts: merge them, `llama-gguf-split --merge FIRST OUTPUT`"
-        raise UserError(f"{path}: {told}")
+        problem = f"is one of {parts} parts: merge them, `llama-gguf-split --merge FIRST OUTPUT`"
+        raise UserError(f"{path}: {problem}")
     architecture = metadata.get("general.architecture")
     if architecture not in _ARCHITECTURES:
-        told = f"is not implemented (known: {', '.join(_ARCHITECTURES)})"
-        raise UserError(f"{path}: the architecture {architecture!r} {told}")
+        problem = f"is not implemented (known: {', '.join(_ARCHITECTURES)})"
+        raise UserError(f"{path}: the architecture {architecture!r} {problem}")
     prefix = f"{architecture}."
     own = {key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}
     notes = _KEYS.check(own, path, prefix)
@@ -124,8 +124,8 @@ def _raw_config(
     head_dim = own.get("attention.key_length") or rotated
     for name in ("attention.value_length", "rope.dimension_count"):
         if own.get(name) not in (None, head_dim):
-            told = f"{own[name]} with heads of size {head_dim} is not implemented"
-            raise UserError(f"{path}: '{architecture}.{name}': {told}")
+            problem = f"{own[name]} with heads of size {head_dim} is not implemented"
+            raise UserError(f"{path}: '{architecture}.{name}': {problem}")
 
     heads, embedding = own.get("attention.head_count"), stored.get("token_embd.weight")
     raw = {

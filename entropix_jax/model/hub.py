@@ -42,18 +42,18 @@ def snapshot(repo: str, *, revision: str | None = None, folder: Path | None = No
             return _download_folder(repo, revision, folder)
         return Path(hf_hub_download(found[1], found[2], revision=revision, local_dir=folder))
     except errors.RepositoryNotFoundError as error:
-        told = "neither a folder here nor a repository that can be read on the hub"
+        problem = "neither a folder here nor a repository that can be read on the hub"
         if isinstance(error, errors.GatedRepoError):
-            told = "access is restricted; accept its terms on its page, then run 'hf auth login'"
-        raise UserError(f"{repo}: {told}") from None
+            problem = "access is restricted; accept its terms on its page, then run 'hf auth login'"
+        raise UserError(f"{repo}: {problem}") from None
     except Exception as error:
         # The HTTP client's errors are no OSError.
         if not isinstance(error, OSError | ValueError) and "httpx" not in type(error).__module__:
             raise
         lines = (str(error) or type(error).__name__).split("\n")
         said = " ".join(lines) if isinstance(error, errors.HfHubHTTPError) else lines[0]
-        told = f"no such folder, and not downloaded from the hub: {' '.join(said.split())}"
-        raise UserError(f"{repo}: {told}") from None
+        problem = f"no such folder, and not downloaded from the hub: {' '.join(said.split())}"
+        raise UserError(f"{repo}: {problem}") from None
 
 
 def _download_folder(repo: str, revision: str | None, folder: Path | None) -> Path:
@@ -64,9 +64,9 @@ def _download_folder(repo: str, revision: str | None, folder: Path | None) -> Pa
     if not (path / CONFIG_FILE).exists():
         listed = list_repo_files(repo, revision=revision)
         if files := [name for name in listed if name.lower().endswith(".gguf")]:
-            told = f"has GGUF files only: name one, such as {repo}/{files[0]}"
+            problem = f"has GGUF files only: name one, such as {repo}/{files[0]}"
             others = f" (or {', '.join(files[1:_TOLD])})" if files[1:] else ""
-            raise UserError(f"{repo}: {told}{others}")
+            raise UserError(f"{repo}: {problem}{others}")
     # The weights of the same commit, which is the name of a folder in the cache.
     same = path.name if folder is None else revision
     index = path / INDEX_FILE

@@ -6,14 +6,13 @@ a CPU) it is a plain product. Narrower weights (bfloat16 on a CPU) stay narrow i
 layout that `arranged` chooses, and are widened inside the product; few vectors are instead split
 into terms of the weights' dtype if the processor has AVX-512 BF16. Bfloat16 activations on a CPU
 are multiplied in bfloat16 where that is faster, else widened. Int8 weights carry a scale per output
-channel, which is applied to the product. With `Quantized.rounds_inputs` several vectors keep only
-one int8 term each.
+channel, which is applied to the product.
 """
 
 import math
 import operator
 from dataclasses import replace
-from functools import partial, reduce
+from functools import reduce
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -23,7 +22,8 @@ from flax import struct
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from entropix_jax.platforms import for_platform, multiplies_bfloat16
+from entropix_jax.model.precision import multiplies_bfloat16
+from entropix_jax.platforms import for_platform
 
 # XLA's CPU backend fuses "widen, then multiply" into one pass over the weights only while the
 # vector fits in 8 KiB. Measured at Llama-3.2-1B's shapes: 38 GB/s, the memory bandwidth; with
@@ -55,23 +55,19 @@ class Columns:
 
 @struct.dataclass
 class Quantized:
-    """A matrix [out, in] of 8-bit integers; row i represents `values[i] * scale[i]`.
-
-    With `rounds_inputs` a call with several vectors rounds these to int8, too.
-    """
+    """A matrix [out, in] of 8-bit integers; row i represents `values[i] * scale[i]`."""
 
     values: Any  # int8 [out, in], an array or Columns
     scale: jax.Array  # float32 [out]
-    rounds_inputs: bool = struct.field(pytree_node=False, default=False)
 
 
 Weight = jax.Array | Columns | Quantized
 
 
-@partial(jax.jit, static_argnames="rounds_inputs")
-def quantized(weight: jax.Array, *, rounds_inputs: bool = False) -> Quantized:
+@jax.jit
+def quantized(weight: jax.Array) -> Quantized:
     """Quantizes a matrix to int8 with one scale per row (output channel)."""
-    return Quantized(*_rounded(weight.astype(jnp.float32)), rounds_inputs=rounds_inputs)
+    return Quantized(*_rounded(weight.astype(jnp.float32)))
 
 
 def _rounded(vectors: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -91,8 +87,8 @@ def arranged(weight: Weight) -> Weight:
     most = _FUSED_PRODUCT_BYTES // 4  # a vector is float32 there
     if weight.ndim != 2 or weight.dtype.itemsize == 4 or weight.shape[1] <= most:
         return weight
-    number = -(-weight.shape[1] // most)
-    bounds = [weight.shape[1] * i // number for i in range(number + 1)]
+    count = -(-weight.shape[1] // most)
+    bounds = [weight.shape[1] * i // count for i in range(count + 1)]
     return Columns(tuple(weight[:, start:end] for start, end in pairwise(bounds)))
 
 
@@ -108,11 +104,7 @@ def linear(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.A
 def product(x: jax.Array, weight: Weight) -> jax.Array:
     """Returns `x[..., in] @ weight[out, in].T` in float32, or in int32 if x is int8."""
     if isinstance(weight, Quantized):
-        values, scale = weight.values, weight.scale.reshape((1,) * (x.ndim - 1) + (-1,))
-        # A CPU takes ten times as long for a single vector of integers.
-        if weight.rounds_inputs and math.prod(x.shape[:-1]) > 1:
-            return _integer_product(x, values, terms=1) * scale
-        return product(x, values) * scale
+        return product(x, weight.values) * weight.scale.reshape((1,) * (x.ndim - 1) + (-1,))
     if isinstance(weight, Columns):
         ends = [*accumulate(block.shape[1] for block in weight.blocks[:-1])]
         parts = zip(jnp.split(x, ends, axis=-1), weight.blocks, strict=True)
@@ -136,7 +128,7 @@ def _float32_product(x: jax.Array, weight: jax.Array) -> jax.Array:
     elif is_few and weight.dtype == jnp.bfloat16:
         out = _split_product(vectors, weight)
     elif is_few and weight.dtype == jnp.int8:
-        out = _integer_product(vectors, weight, terms=3)
+        out = _integer_product(vectors, weight)
     else:
         out = _blocked_product(vectors, weight)
     return out.reshape(*x.shape[:-1], weight.shape[0])
@@ -155,13 +147,13 @@ def _bfloat16_product(x: jax.Array, weight: jax.Array) -> jax.Array:
     is converted to float32: its product takes XLA twenty times as long in bfloat16. With int8
     weights a few vectors are converted, too."""
     vectors = x.reshape(-1, x.shape[-1])
-    number = len(vectors)
+    count = len(vectors)
     few = 1 if weight.dtype == jnp.bfloat16 else _FEW
-    if number <= few or weight.dtype.itemsize > 2 or not multiplies_bfloat16():
+    if count <= few or weight.dtype.itemsize > 2 or not multiplies_bfloat16():
         return product(x.astype(jnp.float32), weight)
-    if _UNPADDED < number < _ANY_NUMBER:
-        vectors = jnp.pad(vectors, ((0, -number % _TILE), (0, 0)))
-    out = _plain_product(vectors, weight)[:number]
+    if _UNPADDED < count < _ANY_NUMBER:
+        vectors = jnp.pad(vectors, ((0, -count % _TILE), (0, 0)))
+    out = _plain_product(vectors, weight)[:count]
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -197,20 +189,19 @@ def _split_product(x: jax.Array, weight: jax.Array) -> jax.Array:
     return high + (middle + low)
 
 
-def _integer_product(x: jax.Array, weight: jax.Array | Columns, *, terms: int) -> jax.Array:
-    """`x[..., rows, in]` times int8 `weight[out, in]` as integers: each vector is split into a sum
-    of int8 terms, each with a scale. Three terms represent it to 1e-7 of its largest entry, as
-    accurate as a float32 sum of products. One term rounds it. A non-finite vector gives a
-    non-finite result."""
+def _integer_product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`x[rows, in]` times int8 `weight[out, in]` as integers: each vector is split into a sum of
+    three int8 terms, each with a scale. They represent it to 1e-7 of its largest entry, as accurate
+    as a float32 sum of products. A non-finite vector gives a non-finite result."""
     parts, scales, rest = [], [], x.astype(jnp.float32)
-    for _ in range(terms):
+    for _ in range(3):
         part, scale = _rounded(rest)
         parts.append(part)
         scales.append(scale)
         rest = rest - part.astype(jnp.float32) * scale[..., None]
     sums = product(jnp.concatenate(parts), weight).astype(jnp.float32)
     sums = sums * jnp.concatenate(scales)[..., None]
-    return reduce(operator.add, jnp.split(sums, terms)[::-1])
+    return reduce(operator.add, jnp.split(sums, 3)[::-1])
 
 
 def _blocked_product(x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -39,7 +39,6 @@ def forward(
     *,
     window: int,
     every: bool = False,
-    check: bool = False,
 ) -> tuple[jax.Array, AttnStats, KVCache]:
     """Runs new tokens of each row through the model, appending to the cache.
 
@@ -53,8 +52,6 @@ def forward(
         window: static; only positions below it are read, so that the cost follows the rows' lengths
             and not the capacity. Requires `length + count <= window`.
         every: static; statistics of all positions instead of each row's last real one.
-        check: static; the statistics also say which activations are finite: bool [B, T, 1+2L], of
-            the embedding, then of attention inputs and output of each layer.
 
     Returns:
         The final hidden states [B, T, D], the statistics (B rows, or B*T with `every`), and the
@@ -85,7 +82,6 @@ def forward(
         # Attention.
         normed = rms_norm(hidden, layer.attention_norm, config.norm_eps)
         query, key, value = _project(normed, layer, config, tokens.shape)
-        sound = [finite(query, key, value)] if check else []
         if rotates:
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         cached = append(cached, key, value, start, count)
@@ -96,41 +92,31 @@ def forward(
         # MLP.
         normed = rms_norm(hidden, layer.mlp_norm, config.norm_eps)
         hidden = hidden + _swiglu(normed, layer)
-        sound += [finite(hidden)] if check else []
 
         # The scores for the attention statistics.
         if every:  # reduced here, layer by layer: the scores of all positions are large
             scores = scores.swapaxes(1, 2).reshape(-1, 1, config.num_heads, window)
-            return hidden, cached, attention_stats(scores, visible), sound
-        return hidden, cached, scores[:, :, 0], sound
-
-    def finite(*activations: jax.Array) -> jax.Array:
-        """Whether all activations of a token are finite: bool [B, T]."""
-        each = [jnp.isfinite(x).reshape(*tokens.shape, -1).all(axis=-1) for x in activations]
-        return jnp.all(jnp.stack(each), axis=0)
+            return hidden, cached, attention_stats(scores, visible)
+        return hidden, cached, scores[:, :, 0]
 
     # Between layers rows and tokens share one axis, [B*T, D], as the products need them. With two
     # axes, XLA's reshape mover pushes each product's reshape through the next layer, one layer per
     # pass over the entire program, which slows down compilation.
     hidden = rows(params.embedding, tokens.reshape(-1), cache.activations)
-    attended, kept, sound = [], [], [finite(hidden)] if check else []
+    attended, kept = [], []
     for i, (layer, *cached) in enumerate(zip(params.layers, cache.keys, cache.values, strict=True)):
         with jax.named_scope(f"layer_{i}"):
-            hidden, own, measurable, checked = one_layer(
+            hidden, own, measurable = one_layer(
                 layer, hidden, tuple(cached), rotates=i not in config.layers_without_rope
             )
         attended.append(measurable)
         kept.append(own)
-        sound += checked
     hidden = rms_norm(hidden, params.final_norm, config.norm_eps)
 
     if every:
         stats = join_layers(attended)
     else:
         stats = attention_stats(jnp.stack(attended, axis=1), visible)
-    if check:
-        padding = (positions >= length[:, None])[:, :, None]
-        stats = replace(stats, sound=jnp.stack(sound, axis=-1) | padding)
     keys, values = zip(*kept, strict=True)
     cache = replace(cache, keys=keys, values=values, length=length)
     return hidden.reshape(*tokens.shape, config.width), stats, cache

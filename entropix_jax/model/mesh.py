@@ -182,11 +182,11 @@ def local_rows(tree: _Tree, size: int) -> _Tree:
     return own
 
 
-def broadcast_row(rows: jax.Array, number: jax.Array) -> jax.Array:
-    """The row with the global index `number`, int32 [], of `rows[B, ...]`, on every shard."""
+def broadcast_row(rows: jax.Array, index: jax.Array) -> jax.Array:
+    """The row with the global index `index`, int32 [], of `rows[B, ...]`, on every shard."""
     if not in_shard():
-        return rows[number]
-    own = local_index(number, rows.shape[0])
+        return rows[index]
+    own = local_index(index, rows.shape[0])
     row = jnp.where(own < rows.shape[0], rows[own], jnp.zeros((), rows.dtype))
     # XLA fails on a sum over a single shard while it partitions the other axis.
     return row if lax.axis_size(DATA) == 1 else lax.psum(row, DATA)

@@ -1,33 +1,31 @@
 """The dtypes of a run, chosen once per backend when a model is loaded."""
 
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
 from entropix_jax.errors import UserError
-from entropix_jax.platforms import multiplies_bfloat16
 
 AUTO = "auto"
 INT8 = "int8"
 WEIGHTS = ("float32", "bfloat16", INT8)  # dtypes of weights in memory
-ACTIVATIONS = (AUTO, "float32", "bfloat16", INT8)  # values of --precision
+ACTIVATIONS = (AUTO, "float32", "bfloat16")  # values of --precision
 
 
 @dataclass(frozen=True)
 class Precision:
     """Dtypes of the matrices in memory, and of hidden states and key/value cache (see
-    `cache_dtype`). Norms, softmax, logits and metrics are always float32. For `rounds_inputs` see
-    `linear.Quantized`."""
+    `cache_dtype`). Norms, softmax, logits and metrics are always float32."""
 
     weights: jnp.dtype
     activations: jnp.dtype
-    rounds_inputs: bool = False
 
     def to_json(self) -> dict[str, str]:
         """The dtypes by name."""
-        named = {"weights": str(self.weights), "activations": str(self.activations)}
-        return named | ({"products": INT8} if self.rounds_inputs else {})
+        return {"weights": str(self.weights), "activations": str(self.activations)}
 
 
 def choose_precision(
@@ -37,23 +35,26 @@ def choose_precision(
 
     Hidden states of "auto" have the dtype of the weights, or bfloat16 for int8 weights, with
     float32 accumulation. A CPU without bfloat16 products computes in float32, and so does every CPU
-    with int8 weights, for which bfloat16 would not be faster (`linear`). "int8" chooses as "auto"
-    does, and rounds the inputs of products with int8 weights to int8.
-
-    Raises:
-        UserError: unknown activations, or int8 with other weights.
+    with int8 weights, for which bfloat16 would not be faster (`linear`). UserError for unknown
+    activations.
     """
     if activations not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise UserError(f"precision must be one of {known}, not {activations!r}")
-    rounds_inputs = activations == INT8
-    if rounds_inputs and weights != INT8:
-        raise UserError(f"precision int8 needs int8 weights, not {weights}: add --weights int8")
-    if activations in (AUTO, INT8):
+    if activations == AUTO:
         activations = "bfloat16" if weights == INT8 else weights
         if (backend or jax.default_backend()) == "cpu":
             is_fast = weights == "bfloat16" and multiplies_bfloat16()
             activations = "bfloat16" if is_fast else "float32"
-    return Precision(
-        weights=jnp.dtype(weights), activations=jnp.dtype(activations), rounds_inputs=rounds_inputs
-    )
+    return Precision(weights=jnp.dtype(weights), activations=jnp.dtype(activations))
+
+
+@cache
+def multiplies_bfloat16() -> bool:
+    """Whether the processor has bfloat16 dot products; without them XLA widens both factors on
+    every use. Only x86 is detected."""
+    try:
+        known = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:  # not Linux
+        return False
+    return "avx512_bf16" in known

@@ -63,7 +63,7 @@ def _scatter(cached: jax.Array, new: jax.Array, start: jax.Array, count: jax.Arr
 
 def copy_runs(
     cache: KVCache,
-    number: jax.Array,
+    count: jax.Array,
     source: jax.Array,
     target: jax.Array,
     start: jax.Array,
@@ -72,13 +72,13 @@ def copy_runs(
     block: int,
 ) -> KVCache:
     """Copies keys and values at positions `start[k]` up to `end[k]` of row `source[k]` to row
-    `target[k]`, for the first `number` of k; int32 [], and int32 [n].
+    `target[k]`, for the first `count` of k; int32 [], and int32 [n].
 
     Positions are copied in blocks of `block`, static. The last block may extend past the run. At
     the end of the cache it starts earlier instead, where both rows must have the same tokens, as
     the rows of a fork do.
     """
-    args = cache, number, source, target, start, end
+    args = cache, count, source, target, start, end
     on_tpu = partial(_copy_runs, block=block, axis=position_axis(cache.keys[0].shape[3]))
     plain = partial(_copy_runs, block=block, axis=2)
     copied: KVCache = for_platform(*args, tpu=on_tpu, otherwise=plain)
@@ -88,7 +88,7 @@ def copy_runs(
 def _copy_runs(cache: KVCache, *runs: jax.Array, block: int, axis: int) -> KVCache:
     """`copy_runs` with positions at axis `axis`. A loop over another order of the axes than the
     stored one would copy the cache into it, and back, in each call."""
-    number, source, target, start, end = runs
+    count, source, target, start, end = runs
     swapped = partial(jax.tree.map, lambda x: x.swapaxes(2, axis))
 
     def copy(k: jax.Array, arrays: Any) -> Any:
@@ -105,6 +105,6 @@ def _copy_runs(cache: KVCache, *runs: jax.Array, block: int, axis: int) -> KVCac
 
         return lax.fori_loop(0, (end[k] - start[k] + block - 1) // block, copy_block, arrays)
 
-    copied = lax.fori_loop(0, number, copy, swapped((cache.keys, cache.values)))
+    copied = lax.fori_loop(0, count, copy, swapped((cache.keys, cache.values)))
     keys, values = swapped(copied)
     return replace(cache, keys=keys, values=values)

@@ -46,7 +46,7 @@ def inject(row: RowState, plan: Plan, seen: Seen) -> Verdict | None:
     v, states, texts = row.v, row.tally.states, row.texts["inject.thought"]
     marks = [mark for mark in as_list(v["inject.after"]) if mark]
     last, token = row.model.texts[row.tokens[-1]], row.model.texts[plan.token]
-    if marks and (plan.token in row.end_ids or not sentences.begins_word(last, token, marks)):
+    if marks and (plan.token in row.end_ids or not sentences.begins_word(last, token)):
         return None
     begun = {"inject.begun": states["inject.begun"] + 1}
     if row.request["retrieve"]:

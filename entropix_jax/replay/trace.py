@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from entropix_jax.errors import UserError
+from entropix_jax.host.shapes import fits
 from entropix_jax.names import read_condition
 from entropix_jax.replay.formulas import ARMS, RULES
 from entropix_jax.replay.row import Row
 from entropix_jax.replay.state import Doubt, Line
-from entropix_jax.report.reading import TraceReader, fits
+from entropix_jax.report.reading import TraceReader
 
 if TYPE_CHECKING:
     from entropix_jax.replay.model import ModelReader
 
-# Shapes of what a replay needs in addition to a page, see `report.reading`.
+# Shapes of the header and of a row's request.
 _HEADER: dict[str, Any] = {
     "seed": int,
     "model_config": dict,

@@ -89,14 +89,14 @@ class Calibration:
     def to_json(self) -> dict[str, Any]:
         """Returns the content of a calibration file, with five significant digits."""
         tables = {name: _rounded(self.quantiles[name]) for name in TABLES}
-        given = {name: _rounded(table) for name, table in (self.at_entropy or {}).items()}
+        tables_at = {name: _rounded(table) for name, table in (self.at_entropy or {}).items()}
         return {
             "format": FORMAT,
             "model": dict(self.model),
             "source": self.source,
             "tokens": self.tokens,
             "quantiles": tables,
-            **({"at_entropy": given} if given else {}),
+            **({"at_entropy": tables_at} if tables_at else {}),
         }
 
     def to_text(self) -> str:
@@ -132,19 +132,19 @@ def read_calibration(path: Path, renew: str = "entropix-jax calibrate") -> Calib
         raise UserError(f"{path}: 'quantiles' must hold {', '.join(TABLES)}: run {renew}")
     for name, table in tables.items():
         if not _is_table(table):
-            told = "must be 101 numbers in ascending order"
-            raise UserError(f"{path}: quantiles.{name} {told}: run {renew}")
+            problem = "must be 101 numbers in ascending order"
+            raise UserError(f"{path}: quantiles.{name} {problem}: run {renew}")
     if not isinstance(model, dict) or not isinstance(tokens, int):
         raise UserError(f"{path}: 'model' and 'tokens' are missing: run {renew}")
     arrays = {name: np.asarray(tables[name], np.float64) for name in TABLES}
-    given = raw.get("at_entropy")
-    if given is not None:
-        if not isinstance(given, dict) or not all(
-            _are_quantiles(given.get(name), shape) for name, shape in AT_ENTROPY.items()
+    at_entropy = raw.get("at_entropy")
+    if at_entropy is not None:
+        if not isinstance(at_entropy, dict) or not all(
+            _are_quantiles(at_entropy.get(name), shape) for name, shape in AT_ENTROPY.items()
         ):
             raise UserError(f"{path}: at_entropy: must hold tables in ascending order: run {renew}")
-        given = {name: np.asarray(given[name], np.float64) for name in AT_ENTROPY}
-    return Calibration(arrays, str(raw.get("source", "")), tokens, model, given)
+        at_entropy = {name: np.asarray(at_entropy[name], np.float64) for name in AT_ENTROPY}
+    return Calibration(arrays, str(raw.get("source", "")), tokens, model, at_entropy)
 
 
 def no_tables() -> dict[str, np.ndarray]:

@@ -54,7 +54,7 @@ class Context(RowView):
     # float32 [V], the logits with biases, bans, penalties and the noise floor
     penalised: jax.Array = _LATER
     # float32 [V], after temperature and truncation: the token is drawn from their softmax
-    left: jax.Array = _LATER
+    truncated: jax.Array = _LATER
 
     @property
     def regime(self) -> jax.Array:

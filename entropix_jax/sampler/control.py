@@ -156,7 +156,13 @@ def _queue(ctx: Context, verdict: Verdict, action: jax.Array) -> Context:
 
 def _go_back(ctx: Context, verdict: Verdict, action: jax.Array) -> Context:
     """Moves the row back if it rewinds. It draws the position again, under the action's name,
-    without the token there."""
+    without the token there.
+
+    Invariants, before and after, with R the size of the trail: for each of the last `rewindable`
+    positions p before `length`, the entry p modulo R is that of `history[p]`, which was drawn. If
+    `again`, the entry of `length` has the proposal, bans and attempts of the next draw, and the
+    row's tally, except for fields that mechanisms keep.
+    """
     rewinds = verdict.kind == REWIND
     back = jnp.where(rewinds, verdict.back, 0)
     length = ctx.length - back

@@ -11,12 +11,13 @@ cumulative mass exceeds u times the total.
 
 import hashlib
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from entropix_jax.sampler.context import Context
-from entropix_jax.sampler.filters import cumulate
+from entropix_jax.sampler.prefix import cumulate
 from entropix_jax.sampler.settings import MAX_DRAWS
 
 _FAN = 16  # children of a node
@@ -24,28 +25,25 @@ STREAM_DRAW, STREAM_CANDIDATE, STREAM_ROLLOUT, STREAM_NOISE, STREAM_XTC, STREAM_
 
 
 def row_key(seed: int, row_id: str) -> np.ndarray:
-    """The key of a row: uint32 [2], the first half of SHA-256 over the seed and the row's id.
-
-    Stable across runs, machines and versions.
-    """
+    """Returns the key of a row: uint32 [2], the first half of SHA-256 over the seed and the row's
+    id. Stable across runs, machines and versions."""
     digest = hashlib.sha256(f"{seed}:{row_id}".encode()).digest()
     return np.frombuffer(digest[:8], dtype=">u4").astype(np.uint32)
 
 
 def uniforms(
-    key: jax.Array, position: jax.Array, attempt: jax.Array, stream: jax.Array, number: int
+    key: jax.Array, position: jax.Array, attempt: jax.Array, stream: jax.Array, count: int
 ) -> jax.Array:
-    """Uniform numbers in [0, 1) with 24 random bits, float32 [number].
+    """Returns uniform numbers in [0, 1) with 24 random bits, float32 [count].
 
     The bits are those of the key after the last `fold_in`, so no setting of JAX's generators
-    changes them.
-
-    `key` is uint32 [2]; `position`, `attempt` and `stream` are int32.
+    changes them. `key` is uint32 [2]. `position`, `attempt` and `stream` are int32.
     """
+    chex.assert_shape((key, position, attempt, stream), [(2,), (), (), ()])
     folded = jax.random.wrap_key_data(key, impl="threefry2x32")
     for part in (position, attempt, stream):
         folded = jax.random.fold_in(folded, part)
-    indices = jnp.arange(number, dtype=jnp.int32)
+    indices = jnp.arange(count, dtype=jnp.int32)
     named = jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(folded, i)))(indices)
     return (named[:, 0] >> 8).astype(jnp.float32) * 2.0**-24
 
@@ -69,6 +67,7 @@ def draw_tokens(logits: jax.Array, uniforms: jax.Array) -> jax.Array:
         logits: float32 [V], -inf for a token that is never drawn; at least one is finite.
         uniforms: float32 [n] in [0, 1).
     """
+    chex.assert_rank((logits, uniforms), 1)
     levels = [jnp.exp(logits - jnp.max(logits))]
     while levels[-1].shape[0] > _FAN:
         masses = jnp.pad(levels[-1], (0, -levels[-1].shape[0] % _FAN))

@@ -10,19 +10,18 @@ A mechanism that no row uses is not compiled (`Parts.used`). Filters run only in
 row uses them.
 """
 
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
 
-from entropix_jax.errors import UserError
 from entropix_jax.sampler.context import Arm, Context, Filter
-from entropix_jax.sampler.control import Control, Verdict
+from entropix_jax.sampler.control import Control
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.settings import SamplerSettings
-from entropix_jax.sampler.state import DrawnToken, Proposal
+from entropix_jax.sampler.state import DrawnToken
+from entropix_jax.sampler.user_functions import UserFunction
 
 # Returns the mechanism's part of one row's state after a token that was drawn.
 Learn = Callable[[DrawnToken, Context], Any]
@@ -77,56 +76,11 @@ class Mechanism:
         package's own functions are unchanged, because an error in one is a defect."""
         parts: dict[str, Any] = {}
         for field in fields(self):
-            part, what = getattr(self, field.name), f"mechanism '{self.name}': `{field.name}`"
+            part = getattr(self, field.name)
             package = str(getattr(part, "__module__", None)).partition(".")[0]
             if callable(part) and not isinstance(part, type) and package != _HERE:
-                parts[field.name] = UserFunction(part, what, _RETURNS.get(field.name, object))
+                parts[field.name] = UserFunction(part, self.name, field.name)
         return replace(self, **parts)
 
 
 _HERE = __name__.partition(".")[0]
-_RETURNS: dict[str, type] = {"propose": Proposal, "observe": Metrics, "control": Verdict}
-_RETURNS |= dict.fromkeys(("logits", "rule", "reweigh"), jax.Array)
-
-
-@dataclass(frozen=True)
-class UserFunction:
-    """A user's function in a mechanism. Errors in it are one line that names the place. Instances
-    of the same function are equal."""
-
-    function: Callable[..., Any]
-    what: str  # in errors
-    returns: type = object
-
-    def __call__(self, *arguments: Any) -> Any:
-        """Calls the function. Raises UserError if the call fails, if the result is not a `returns`,
-        or if a filter's result differs from its logits in shape or type."""
-        try:
-            made = self.function(*arguments)
-        except UserError:
-            raise
-        except Exception as error:
-            reason = next(iter(str(error).splitlines()), "")
-            told = f"{type(error).__name__}: {reason}{self._place(error)}"
-            raise UserError(f"{self.what}: {told}") from error
-        wanted, found = self.returns.__name__, type(made).__name__
-        fits = isinstance(made, self.returns)
-        if self.returns is jax.Array:
-            wanted = _describe(arguments[0])
-            found = _describe(made) if hasattr(made, "dtype") else found
-            fits = wanted == found
-        if not fits:
-            raise UserError(f"{self.what} must return {wanted}, not {found}")
-        return made
-
-    def _place(self, error: Exception) -> str:
-        """Returns the last line of the function's file on the way to the error; "" if there is
-        none."""
-        file = getattr(getattr(self.function, "__code__", None), "co_filename", None)
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
-        return f" ({file}, line {frames[-1].lineno})" if frames else ""
-
-
-def _describe(row: Any) -> str:
-    """Returns the type and shape of a filter's logits, of one row."""
-    return f"{row.dtype} {list(row.shape)}"

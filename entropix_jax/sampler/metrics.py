@@ -78,13 +78,13 @@ def measure(log_probs: jax.Array, stats: AttnStats, layer_weights: jax.Array) ->
 
 
 def measure_confidence(
-    log_probs: jax.Array, number: jax.Array
+    log_probs: jax.Array, k: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Token confidence and self-certainty (nats), and the probability of the most likely token, of
     each row's `log_probs[B, V]` (nats, no noise floor): three float32 [B]. All are higher the more
     certain the model is.
 
-    Token confidence is `-mean(ln p)` of the `number[B]` most likely tokens, or of all if there
+    Token confidence is `-mean(ln p)` of the `k[B]` most likely tokens, or of all if there
     are fewer (Fu et al. 2025, "Deep Think with Confidence"). Self-certainty is `-mean(ln(V p))` of
     all, the divergence of p from the uniform distribution (Kang et al. 2025, "Scalable Best-of-N
     Selection for Large Language Models via Self-Certainty").
@@ -93,9 +93,9 @@ def measure_confidence(
     size = min(MAX_LIKELIEST, vocab)
     log_probs = jnp.maximum(log_probs, _SMALLEST)
     first, _ = top(log_probs, size)
-    number = jnp.minimum(number, size)
-    counts = jnp.arange(size, dtype=jnp.int32)[None, :] < number[:, None]
-    confidence = -jnp.sum(jnp.where(counts, first, 0.0), axis=-1) / number.astype(jnp.float32)
+    k = jnp.minimum(k, size)
+    counts = jnp.arange(size, dtype=jnp.int32)[None, :] < k[:, None]
+    confidence = -jnp.sum(jnp.where(counts, first, 0.0), axis=-1) / k.astype(jnp.float32)
     certainty = -sum_last(log_probs) / vocab - math.log(vocab)
     return confidence, certainty, jnp.exp(first[:, 0])
 
@@ -104,7 +104,7 @@ def spread(moments: jax.Array, value: jax.Array, count: jax.Array) -> tuple[jax.
     """Returns the moments of `count` values, int32, from those of all but the last, and their
     variance. Moments are the mean and the summed squared deviation (Welford), float32 [2]."""
     mean, squares = moments
-    deviation, number = value - mean, count.astype(jnp.float32)
-    mean += deviation / number
+    deviation, n = value - mean, count.astype(jnp.float32)
+    mean += deviation / n
     squares += deviation * (value - mean)
-    return jnp.stack([mean, squares]), squares / number
+    return jnp.stack([mean, squares]), squares / n

@@ -55,8 +55,8 @@ def import_mechanisms(module: str) -> tuple[Mechanism, ...]:
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{module}.".startswith(f"{missing}."):  # not one that it imports
-            told = "give its name without .py, and set PYTHONPATH to its folder"
-            raise UserError(f"no module '{module}': {told}") from None
+            hint = "give its name without .py, and set PYTHONPATH to its folder"
+            raise UserError(f"no module '{module}': {hint}") from None
         raise UserError(f"{module}: cannot be imported: {type(error).__name__}: {error}") from None
     if not isinstance(found, list | tuple) or not all(isinstance(m, Mechanism) for m in found):
         raise UserError(f"{module}: has no MECHANISMS, a list of `sampler.mechanism.Mechanism`")

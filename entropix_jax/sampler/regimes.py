@@ -1,12 +1,13 @@
 """The regime of a step: four open boxes over five quantities, and the loop guard."""
 
+import chex
 import jax
 import jax.numpy as jnp
 
 from entropix_jax.names import BOXES, QUANTITIES, REGIMES
+from entropix_jax.sampler.history import same_as_before
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.settings import LOOP_WINDOW, MAX_PERIOD, LoopSettings, SamplerSettings
-from entropix_jax.sampler.state import same_as_before
 
 LELV, HELV, LEHV, HEHV, MID = range(len(REGIMES))
 MOST_DRIFT = 5.0  # of the logarithm of a threshold: a factor of 148
@@ -29,11 +30,12 @@ def classify(
         thresholds = thresholds_of(settings)
     values = {**vars(metrics), "sequence_varentropy": sequence_varentropy}
     point = jnp.stack([values[quantity] for quantity in QUANTITIES])
-    given = settings.conditions
-    value = jnp.take(point, given.quantity, mode="clip")
-    named = jnp.take(thresholds, given.threshold, mode="clip")
-    bound = jnp.where(given.threshold < 0, given.bound, named)
-    holds = jnp.where(given.above, value > bound, value < bound) | (given.quantity < 0)
+    chex.assert_shape((point, thresholds), [(len(QUANTITIES),), (4,)])
+    conditions = settings.conditions
+    value = jnp.take(point, conditions.quantity, mode="clip")
+    named = jnp.take(thresholds, conditions.threshold, mode="clip")
+    bound = jnp.where(conditions.threshold < 0, conditions.bound, named)
+    holds = jnp.where(conditions.above, value > bound, value < bound) | (conditions.quantity < 0)
     inside = jnp.all(holds, axis=-1) & jnp.all(jnp.isfinite(point))  # [4]
     return jnp.where(jnp.any(inside), jnp.argmax(inside), len(BOXES)).astype(jnp.int32)
 
@@ -44,6 +46,7 @@ def thresholds_of(settings: SamplerSettings, drift: jax.Array | float = 0.0) -> 
     `drift`, float32 [4], is the log ratio of each current threshold to its configured value. h2 is
     clamped to at least h1, and u2 to at least u1.
     """
+    chex.assert_shape(settings.thresholds.values, (4,))
     h1, h2, u1, u2 = settings.thresholds.values * jnp.exp(drift)
     return jnp.stack([h1, jnp.maximum(h1, h2), u1, jnp.maximum(u1, u2)])
 
@@ -57,6 +60,7 @@ def update_drift(metrics: Metrics, settings: SamplerSettings, drift: jax.Array) 
     token's value is above it, and falls by exp(rate * (1 - q)) where it is below.
     """
     thresholds = settings.thresholds
+    chex.assert_shape((drift, thresholds.values, thresholds.quantiles), (4,))
     values = jnp.stack([metrics.entropy] * 2 + [metrics.varentropy] * 2)
     below = (values < thresholds.values * jnp.exp(drift)).astype(jnp.float32)
     moves = thresholds.dynamic & (thresholds.quantiles >= 0)
@@ -79,14 +83,15 @@ def count_rounds(
         generated: int32, the number of generated tokens; a prompt never counts as a loop.
         settings: stretches of q <= `max_period` tokens count.
     """
+    chex.assert_rank((history, length, generated), [1, 0, 0])
     periods = jnp.arange(1, MAX_PERIOD + 1, dtype=jnp.int32)
     # How many of the last tokens equal the one a period before, and how far back enough do: [P, W].
     same = same_as_before(history, length, periods, LOOP_WINDOW)
-    number = jnp.arange(1, LOOP_WINDOW + 1, dtype=jnp.int32)[None, :]
+    counts = jnp.arange(1, LOOP_WINDOW + 1, dtype=jnp.int32)[None, :]
     alike = jnp.cumsum(same, axis=1, dtype=jnp.int32).astype(jnp.float32)
-    enough = alike >= settings.similarity * number.astype(jnp.float32)
-    enough &= number <= generated - periods[:, None]
-    copies = 1 + jnp.max(jnp.where(enough, number, 0), axis=1) // periods
+    enough = alike >= settings.similarity * counts.astype(jnp.float32)
+    enough &= counts <= generated - periods[:, None]
+    copies = 1 + jnp.max(jnp.where(enough, counts, 0), axis=1) // periods
     looping = (periods <= settings.max_period) & (settings.repeats >= 2)
     rounds = jnp.where(looping, copies - settings.repeats + 1, 0)
     return jnp.maximum(jnp.max(rounds), 0)
@@ -94,5 +99,6 @@ def count_rounds(
 
 def heated(temperature: jax.Array, rounds: jax.Array, settings: LoopSettings) -> jax.Array:
     """Returns the temperature of one row's arm, raised by each further round of a loop."""
+    chex.assert_rank((temperature, rounds), 0)
     heat = 1.0 + settings.heating * (rounds - 1).astype(jnp.float32)
     return jnp.where(rounds > 0, jnp.minimum(temperature * heat, settings.hottest), temperature)

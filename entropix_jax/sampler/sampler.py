@@ -1,43 +1,32 @@
 """A sampler on the host: its description as dotted keys, and its conversion to traced arrays."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import numpy as np
 
 from entropix_jax.errors import UserError
-from entropix_jax.names import BOXES, REGIMES, SERVED, THRESHOLDS, read_condition
+from entropix_jax.names import REGIMES, SERVED, THRESHOLDS, read_condition
 from entropix_jax.sampler.calibration import THRESHOLD_TABLES, Calibration, parse_percentile
 from entropix_jax.sampler.context import Arm, Filter
 from entropix_jax.sampler.filters import NUCLEUS
 from entropix_jax.sampler.keys import (
     REGIME_KEYS,
     THRESHOLD_KEYS,
-    Mechanisms,
-    as_list,
+    Host,
     check_values,
     check_whole,
-    conditions,
     defaults,
-    rules,
+    keys,
     sections,
 )
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms import MECHANISMS
-from entropix_jax.sampler.settings import (
-    BIAS,
-    MAX_BANS,
-    MAX_BIASES,
-    MAX_CONDITIONS,
-    SHARED_SECTIONS,
-    ConditionSettings,
-    Parts,
-    SamplerSettings,
-    TokenTexts,
-)
+from entropix_jax.sampler.settings import BIAS, SHARED_SECTIONS, Parts, SamplerSettings
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,7 +43,7 @@ class Sampler:
     changes: Mapping[str, Any] = field(default_factory=dict)
     calibration: Calibration | None = None  # whose tables resolve the percentiles
     notes: tuple[str, ...] = ()
-    mechanisms: Mechanisms = MECHANISMS
+    mechanisms: tuple[Mechanism, ...] = MECHANISMS
 
     def __repr__(self) -> str:
         changed = ", ".join(f"{key}={value!r}" for key, value in self.changes.items())
@@ -117,12 +106,12 @@ class Sampler:
         where, name = f"sampler '{self.name}'", mechanism.name
         if name in (m.name for m in self.mechanisms):
             raise UserError(f"{where}: there is a mechanism '{name}' already")
-        if any(key.startswith(f"{name}.") for key in rules(self.mechanisms)):
+        if any(key.startswith(f"{name}.") for key in keys(self.mechanisms)):
             raise UserError(f"{where}: there is a section '{name}' already")
         more = (*self.mechanisms, mechanism.guarded())
         settings = () if mechanism.settings is None else fields(mechanism.settings)
-        given = {f"{name}.{field.name}": field.metadata.get("default") for field in settings}
-        check_values(given, where, more)
+        values = {f"{name}.{field.name}": field.metadata.get("default") for field in settings}
+        check_values(values, where, more)
         return replace(self, mechanisms=more)
 
     @property
@@ -152,73 +141,47 @@ class Sampler:
         check_whole(resolved.values, place, self.mechanisms)
         return resolved
 
-    def settings(
-        self,
-        *,
-        num_layers: int,
-        epsilon: float,
-        encode: Callable[[str], Sequence[int]],
-        token_texts: TokenTexts,
-        vocab_size: int,
-    ) -> SamplerSettings:
+    def settings(self, **model: Any) -> SamplerSettings:
         """Returns the settings of one row, to be traced: NumPy scalars and arrays, without a row
-        axis.
-
-        Args:
-            num_layers: of the model.
-            epsilon: machine epsilon of the model's logits, for the noise floor.
-            encode: returns the token ids of a text, without special tokens.
-            token_texts: returns the text of each token, for settings `of_tokens`.
-            vocab_size: V, at least the number of these texts.
-
-        Raises:
-            UserError: a text has too many tokens, or the model another number of layers.
-        """
-        values, where = self.values, f"sampler '{self.name}'"
+        axis. `model` has the fields of `keys.Host`, except for the calibration. UserError if a
+        value does not fit the model, such as a text of too many tokens."""
         if self.percentiles and self.calibration is None:
             raise ValueError(f"the percentiles of {self!r} are not resolved")
-
-        def array(key: str, meta: Mapping[str, Any]) -> Any:
-            """The array of a field, by its kind: `number`, `flag`, `texts` and so on."""
-            if "of_tables" in meta:
-                return meta["of_tables"](values[key], self.calibration, f"{where}: {key}")
-            if "make" in meta:
-                return meta["make"](values[key], token_texts, vocab_size)
-            if "low" in meta:
-                kinds = {bool: np.bool_, int: np.int32, float: np.float32}
-                return np.asarray(values[key], kinds[meta["type"]])
-            given = [text for text in as_list(values[key]) if text]
-            return _token_ids(map(encode, given), meta, f"{where}: {key}")
-
-        arrays = {
-            name: {
-                f.name: array(f"{name}.{f.name}", f.metadata) for f in fields(kind) if f.metadata
-            }
+        host = Host(**model, calibration=self.calibration)
+        known, arrays = keys(self.mechanisms), dict[str, Any]()
+        for name, value in self.values.items():
+            try:
+                arrays[name] = known[name].array(value, host)
+            except UserError as error:
+                raise UserError(f"sampler '{self.name}': {name} {error}") from None
+        of_sections = {
+            name: kind(**{f.name: arrays[f"{name}.{f.name}"] for f in fields(kind) if f.metadata})
             for name, kind in sections(self.mechanisms).items()
         }
-        thresholds = [values.get(key, 0.0) for key in THRESHOLD_KEYS]  # 0 if no regime uses it
-        arrays["thresholds"]["values"] = np.asarray(thresholds, np.float32)
-        arrays["thresholds"]["quantiles"] = self._quantiles
-        own = {name: kind(**arrays[name]) for name, kind in sections(self.mechanisms).items()}
-        names = [mechanism.name for mechanism in self.mechanisms]
-        bans, biases = values["draw.bans"], values["draw.bias"]
-        banned = [token for token, bias in biases if bias <= BIAS[0]]
-        shared: dict[str, Any] = dict(
-            conditions=self._conditions,
-            arms=np.array([names.index(values[f"arms.{name}"]) for name in SERVED], np.int32),
-            rule=np.int32(names.index(values["truncation.rule"])),
-            layer_weights=_layer_weights(values["metrics.layers"], num_layers, where),
-            attn_entropy_normalised=np.asarray(values["metrics.attn_entropy"] == "normalised"),
-            agreement_published=np.asarray(values["metrics.agreement"] == "published"),
-            in_thresholds=np.asarray(values["metrics.units"] == "thresholds"),
-            noise_epsilon=np.float32(epsilon if values["metrics.noise_floor"] else 0.0),
-            bans=_padded(bans, MAX_BANS),
-            biased=_padded([token for token, _ in biases], MAX_BIASES),
-            biases=_padded([bias for _, bias in biases], MAX_BIASES, 0.0, np.float32),
-            unwritable=_padded([*bans, *banned], MAX_BANS + MAX_BIASES),
-            **{name: own.pop(name) for name in SHARED_SECTIONS},
+        shared = {name: of_sections.pop(name) for name in SHARED_SECTIONS}
+        # 0 for a threshold that no regime uses.
+        values = np.array([arrays.get(key, 0.0) for key in THRESHOLD_KEYS], np.float32)
+        thresholds = replace(shared.pop("thresholds"), values=values, quantiles=self._quantiles)
+        bans, (biased, biases) = arrays["draw.bans"], arrays["draw.bias"]
+        banned = np.where(biases <= BIAS[0], biased, -1)
+        conditions = [arrays[key] for key in REGIME_KEYS]
+        return SamplerSettings(
+            conditions=jax.tree.map(lambda *of_boxes: np.stack(of_boxes), *conditions),
+            arms=np.stack([arrays[f"arms.{name}"] for name in SERVED]),  # type: ignore[arg-type]
+            rule=arrays["truncation.rule"],
+            layer_weights=arrays["metrics.layers"],
+            attn_entropy_normalised=arrays["metrics.attn_entropy"],
+            agreement_published=arrays["metrics.agreement"],
+            in_thresholds=arrays["metrics.units"],
+            noise_epsilon=arrays["metrics.noise_floor"],
+            bans=bans,
+            biased=biased,
+            biases=biases,
+            unwritable=np.concatenate([bans, banned]),  # type: ignore[arg-type]
+            thresholds=thresholds,
+            **shared,
+            own=of_sections,
         )
-        return SamplerSettings(**shared, own=own)
 
     def parts(self, settings: SamplerSettings) -> Parts:
         """Returns the parts of the sampler's compiled step, from its own `settings`."""
@@ -251,19 +214,6 @@ class Sampler:
             percents.append(percent)
         return np.asarray(percents, np.float32) / np.float32(100)
 
-    @property
-    def _conditions(self) -> ConditionSettings:
-        none = (-1, False, 0.0, -1)
-        read = [conditions(box, self.values, self.name) for box in BOXES]
-        padded = np.array([[*box, *[none] * (MAX_CONDITIONS - len(box))] for box in read])
-        quantity, above, bound, threshold = np.moveaxis(padded, -1, 0)
-        return ConditionSettings(
-            quantity.astype(np.int32),
-            above.astype(bool),
-            bound.astype(np.float32),
-            threshold.astype(np.int32),
-        )
-
 
 def _resolve(key: str, held: Any, tables: Calibration) -> Any:
     """Returns a threshold, or the conditions of a regime, with percentiles as numbers."""
@@ -277,28 +227,3 @@ def _resolve_condition(text: str, tables: Calibration) -> str:
     quantity, sign, bound = read_condition(text)
     percent = parse_percentile(bound)
     return text if percent is None else f"{quantity} {sign} {tables.value(quantity, percent)}"
-
-
-def _token_ids(texts: Iterable[Sequence[int]], meta: Mapping[str, Any], where: str) -> np.ndarray:
-    """The tokens of texts, int32 [most, longest], without the empty ones."""
-    most, longest = meta["most"], meta["longest"]
-    encoded = [list(ids) for ids in texts if ids]
-    if too_long := [len(ids) for ids in encoded if len(ids) > longest]:
-        raise UserError(f"{where} is {too_long[0]} tokens long, at most {longest} are possible")
-    return np.stack([_padded(ids, longest) for ids in [*encoded, *[[]] * (most - len(encoded))]])
-
-
-def _layer_weights(layers: str | list[float], num_layers: int, where: str) -> Any:
-    if layers == "all":
-        return np.ones(num_layers, np.float32)
-    if layers == "last":
-        return np.eye(num_layers, dtype=np.float32)[-1]
-    if len(layers) != num_layers:
-        told = f"metrics.layers has {len(layers)} weights, the model has {num_layers} layers"
-        raise UserError(f"{where}: {told}")
-    return np.asarray(layers, np.float32)
-
-
-def _padded(given: Sequence[Any], size: int, fill: float = -1, kind: Any = np.int32) -> Any:
-    """An array [size] of what is given, then of the fill value."""
-    return np.asarray([*given, *[fill] * (size - len(given))], kind)

@@ -1,8 +1,8 @@
 """A sampler's settings as traced arrays: changing any of them compiles nothing.
 
 The leaves are float32, int32 or bool, scalars and small arrays for one row. In a step each has a
-leading row axis, so rows of a batch can be sampled differently. A field's range is stated only
-here, for sampler files and the command line.
+leading row axis, so rows of a batch can be sampled differently. The kind, range and default of a
+field are those of its key in a sampler file (`sampler.keys`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,45 +25,38 @@ MAX_LIKELIEST = 20  # tokens that a token confidence is over
 LOOP_WINDOW = 256  # tokens that the loop guard looks back
 
 
-# Returns the text of each token.
-TokenTexts = Callable[[], Sequence[str]]
-
-
 def number(low: float, high: float, *, integer: bool = False, default: float | None = None) -> Any:
     """A scalar setting and its range, both ends included. `default` is its value if no sampler file
     has it, as for a user's own mechanism or an older file."""
     kind = int if integer else float
-    return field(metadata={"low": low, "high": high, "type": kind, "default": default})
+    return field(metadata={"kind": kind, "low": low, "high": high, "default": default})
 
 
 def flag(default: bool | None = None) -> Any:
     """A setting that is true or false."""
-    return field(metadata={"low": False, "high": True, "type": bool, "default": default})
+    return field(metadata={"kind": bool, "low": False, "high": True, "default": default})
 
 
-def of_tokens(
+def texts(count: int, length: int, default: str | list[str] | None = None) -> Any:
+    """A setting that is a text, or a list of up to `count` texts, of `length` tokens each: traced
+    as int32 [count, length], padded with -1, without the empty ones."""
+    return field(metadata={"count": count, "length": length, "default": default})
+
+
+def setting(
     fits: Callable[[Any], bool],
-    told: str,
-    make: Callable[[Any, TokenTexts, int], Any],
-    default: str | list[str] | None = None,
+    expected: str,
+    array: Callable[[Any, Any], Any],
+    default: str | None = None,
 ) -> Any:
-    """A setting that becomes arrays over the vocabulary: `make(value, token_texts, vocab_size)`.
-    `fits` tests a value, and `told` says in an error what it must be."""
-    return field(metadata={"rule": (fits, told), "make": make, "default": default})
+    """A setting of another kind. `fits` tests a value, `expected` says in an error what it must be,
+    and `array(value, host)` returns its arrays, see `keys.Host`."""
+    return field(metadata={"fits": fits, "expected": expected, "array": array, "default": default})
 
 
-def of_tables(choices: Sequence[str], make: Callable[[str, Any, str], Any], default: str) -> Any:
-    """A setting that is one of some names and becomes arrays from the model's quantile tables:
-    `make(value, calibration, where)`, which may raise UserError. The calibration may be None, and
-    `where` names the setting."""
-    rule = choices.__contains__, f"one of {', '.join(choices)}"
-    return field(metadata={"rule": rule, "of_tables": make, "default": default})
-
-
-def texts(most: int, longest: int, default: str | list[str] | None = None) -> Any:
-    """A setting that is a text, or a list of up to `most` texts, of `longest` tokens each: traced
-    as int32 [most, longest], padded with -1, without the empty ones."""
-    return field(metadata={"most": most, "longest": longest, "default": default})
+def choice(options: Sequence[str], array: Callable[[Any, Any], Any], default: str) -> Any:
+    """A setting that is one of some names."""
+    return setting(options.__contains__, f"one of {', '.join(options)}", array, default)
 
 
 def section(**settings: Any) -> type:
@@ -137,7 +130,7 @@ class ConfidenceSettings:
 
 @struct.dataclass
 class ConditionSettings:
-    """The conditions of BOXES, `quantity > bound` or `quantity < bound`: [4, MAX_CONDITIONS]."""
+    """Conditions `quantity > bound` or `quantity < bound` of BOXES: [4, MAX_CONDITIONS]."""
 
     quantity: jax.Array  # int32, index into QUANTITIES; -1: no condition
     above: jax.Array  # bool, whether the quantity must be above the bound, not below it

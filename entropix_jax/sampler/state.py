@@ -1,5 +1,4 @@
-"""The sampler's view of a row, its state between steps, what a step decides, and searches of the
-row's tokens.
+"""The sampler's view of a row, its state between steps, and what a step decides.
 
 Fields are those of one row. With a leading axis on each, they are those of a batch.
 """
@@ -131,8 +130,8 @@ class DrawnToken:
 
     logits: jax.Array  # float32 [V], with penalties and bans, before truncation
     token: jax.Array  # int32
-    # float32 [V], what each `reweigh` filter was given, by its name.
-    given: dict[str, jax.Array] = field(default_factory=dict)
+    # float32 [V], the input of each `reweigh` filter, by its name.
+    inputs: dict[str, jax.Array] = field(default_factory=dict)
 
 
 @struct.dataclass
@@ -195,42 +194,3 @@ def with_token(
     """
     place = jnp.arange(values.shape[0], dtype=jnp.int32)
     return jnp.where(here & (place == position), new, values)
-
-
-def repeated(
-    history: jax.Array, length: jax.Array, distances: jax.Array, longest: int
-) -> jax.Array:
-    """Counts the last tokens, from the last one back without a gap, that equal the one `distances`
-    before them: int32 [D], at most `longest`. For the arguments see `same_as_before`.
-    """
-    same = same_as_before(history, length, distances, longest)
-    back = jnp.arange(longest, dtype=jnp.int32)[None, :]
-    return jnp.min(jnp.where(same, longest, back), axis=1)
-
-
-def same_as_before(
-    history: jax.Array, length: jax.Array, distances: jax.Array, number: int
-) -> jax.Array:
-    """Returns whether each of the last `number` tokens, from the last one back, equals the one
-    `distances` before it: bool [D, number].
-
-    Args:
-        history: int32 [S], the row's tokens, then anything.
-        length: int32, how many there are.
-        distances: int32 [D], at least 1. Results beyond the first `length - distances` compare with
-            positions before the row's first token and are undefined.
-    """
-    back = jnp.arange(number, dtype=jnp.int32)
-    latest_first = jnp.take(history, length - 1 - back, mode="clip")
-    earlier = jnp.take(history, length - 1 - back[None, :] - distances[:, None], mode="clip")
-    return latest_first[None, :] == earlier
-
-
-def ends_in(history: jax.Array, length: jax.Array, texts: jax.Array) -> jax.Array:
-    """Returns whether the first `length` tokens of `history[S]` end in each text, int32 [n, T],
-    padded with -1: bool [n], False for an empty text."""
-    lengths = jnp.sum(texts >= 0, axis=-1, dtype=jnp.int32)
-    offsets = jnp.arange(texts.shape[1], dtype=jnp.int32)[None, :]
-    tokens = jnp.take(history, length - lengths[:, None] + offsets, mode="clip")
-    same = jnp.all((tokens == texts) | (texts < 0), axis=-1)
-    return same & (lengths > 0) & (lengths <= length)

@@ -89,9 +89,9 @@ def _choose(ctx: Context) -> tuple[Choice, Step, SamplerState]:
     ctx = _classify(ctx)
     ctx = replace(ctx, proposal=_propose(ctx))
     ctx = replace(ctx, penalised=penalise(ctx.logits, ctx))
-    left, given = truncate(ctx.penalised, ctx)
-    ctx = replace(ctx, left=left)
-    drawn = DrawnToken(logits=ctx.penalised, token=_draw(ctx), given=given)
+    truncated, inputs = truncate(ctx.penalised, ctx)
+    ctx = replace(ctx, truncated=truncated)
+    drawn = DrawnToken(logits=ctx.penalised, token=_draw(ctx), inputs=inputs)
 
     # Controls may act in place of the drawn token. Branches and rows with a forced token ask none.
     finite, is_branch = jnp.all(jnp.isfinite(ctx.logits)), ctx.branch >= 0
@@ -198,7 +198,7 @@ def _propose(ctx: Context) -> Proposal:
 
 def _draw(ctx: Context) -> jax.Array:
     """Returns the candidate that is most likely under the unmodified logits."""
-    candidates = draw_tokens(ctx.left, numbers_of_candidates(ctx))
+    candidates = draw_tokens(ctx.truncated, numbers_of_candidates(ctx))
     is_drawn = jnp.arange(MAX_DRAWS, dtype=jnp.int32) < ctx.proposal.num_candidates
     best = jnp.argmax(jnp.where(is_drawn, ctx.log_probs[candidates], -jnp.inf))
     return candidates[best]
@@ -209,7 +209,7 @@ def _score(ctx: Context) -> jax.Array:
     if not ctx.parts.acts:
         return ctx.log_probs
     processed = ctx.settings.own["branch"].processed
-    return if_any(processed, lambda: jax.nn.log_softmax(ctx.left), ctx.log_probs)
+    return if_any(processed, lambda: jax.nn.log_softmax(ctx.truncated), ctx.log_probs)
 
 
 def _advance(ctx: Context, drawn: DrawnToken, was_drawn: jax.Array) -> Tally:

@@ -120,9 +120,7 @@ def _serve(
     from entropix_jax.serve.worker import Worker
 
     keeps = arguments.keep > 0
-    recording = Recording(
-        top=served.top, check=arguments.model.check, layers=keeps, raw_layers=True, state=keeps
-    )
+    recording = Recording(top=served.top, layers=keeps, raw_layers=True, state=keeps)
     engine = Engine(
         served.model,
         slots=arguments.slots,

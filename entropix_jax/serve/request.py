@@ -16,7 +16,7 @@ from entropix_jax.engine.running import check_request, find_no_token
 from entropix_jax.engine.search import Method, Search, recording_for
 from entropix_jax.errors import UserError, nearest
 from entropix_jax.model.loading import LanguageModel
-from entropix_jax.sampler.keys import scalars
+from entropix_jax.sampler.keys import keys
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.presets import is_preset, load_sampler, preset_names
 from entropix_jax.sampler.sampler import Sampler
@@ -32,7 +32,7 @@ _DEFAULT_FORKS = 8
 _BAN = -100.0  # the bias that bans a token
 PLAIN, GREEDY = "temperature", "greedy"  # presets
 _ROLES = {"developer": "system"}
-_MIN_TOP_P = scalars()["base.top_p"]["low"]
+_MIN_TOP_P = keys()["base.top_p"].low
 _SETTINGS = {
     "temperature": "base.temperature",
     "top_p": "base.top_p",

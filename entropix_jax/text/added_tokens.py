@@ -72,8 +72,8 @@ def _added_token(
     content = given.get("content")
     is_id = token_id is None or as_integer(token_id) is not None
     if not isinstance(content, str) or not content or not is_id:
-        told = f"an added token must be a text with an id: {value!r}, {token_id!r}"
-        raise UserError(f"{path}: {told}")
+        problem = f"an added token must be a text with an id: {value!r}, {token_id!r}"
+        raise UserError(f"{path}: {problem}")
     check_unicode(content, f"{path}: an added token")
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     options = {**defaults, **{flag: bool(given[flag]) for flag in flags if flag in given}}
@@ -90,8 +90,8 @@ def add_tokens(tokenizer: tokenizers.Tokenizer, added: Sequence[Added]) -> None:
             tokenizer.add_tokens([token])
         token_id = tokenizer.token_to_id(token.content)
         if wanted not in (None, token_id):
-            told = f"has the id {wanted}, but the tokenizer gives it {token_id}"
-            raise UserError(f"{path}: the added token {token.content!r} {told}")
+            problem = f"has the id {wanted}, but the tokenizer gives it {token_id}"
+            raise UserError(f"{path}: the added token {token.content!r} {problem}")
     named = CONTROL.union(token.content for token, *_ in added if token.special)
     for token in known.values():
         if token.content in named and not token.special:

@@ -31,8 +31,8 @@ def render(template: str, variables: Mapping[str, Any], origin: str) -> str:
     except _MessagesRefused as error:
         raise UserError(f"{origin}: the chat template refuses the messages: {error}") from None
     except Exception as error:  # whatever the template's own code raises
-        told = f"{type(error).__name__}: {error}"
-        raise UserError(f"{origin}: the chat template fails: {told}") from None
+        problem = f"{type(error).__name__}: {error}"
+        raise UserError(f"{origin}: the chat template fails: {problem}") from None
 
 
 def plain_messages(messages: object) -> list[dict[str, Any]]:
@@ -55,14 +55,14 @@ def _plain_message(message: object, number: int) -> dict[str, Any]:
     if isinstance(content, list):
         kinds = (p.get("type", "text") if isinstance(p, dict) else p for p in content)
         if other := [kind for kind in kinds if kind not in _TEXT_PARTS]:
-            told = f"has a part of type {other[0]!r}: only 'text' is supported"
-            raise UserError(f"message {number} {told}")
+            problem = f"has a part of type {other[0]!r}: only 'text' is supported"
+            raise UserError(f"message {number} {problem}")
         content = [part.get("text") for part in content]
         if all(isinstance(text, str) for text in content):
             content = "".join(content)
     if not isinstance(role, str) or not isinstance(content, str):
-        told = "must be an object with a text 'role' and a 'content', a text or text parts"
-        raise UserError(f"message {number} {told}")
+        problem = "must be an object with a text 'role' and a 'content', a text or text parts"
+        raise UserError(f"message {number} {problem}")
     return {**parts, "content": content}
 
 

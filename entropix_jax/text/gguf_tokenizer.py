@@ -82,8 +82,8 @@ def read_tokenizer(
     vocab = {token: i for i, token in reversed(list(enumerate(tokens)))}
     if kind == "gpt2":
         if split == "default" and notes is not None:
-            told = "is missing: llama.cpp's default pre-tokenizer is used, which may differ from"
-            notes.append(f"{path}: '{prefix}pre' {told} the model's (convert the model again)")
+            problem = "is missing: llama.cpp's default pre-tokenizer is used, which may differ from"
+            notes.append(f"{path}: '{prefix}pre' {problem} the model's (convert the model again)")
         if split not in _SPLITS:
             problem = f"unknown pre-tokenizer {split!r} (known: {', '.join(_SPLITS)})"
             raise UserError(f"{path}: '{prefix}pre': {problem}")

@@ -235,8 +235,8 @@ class Tokenizer:
         UserError if there is no template, it is wrong, or it refuses the messages.
         """
         if self.chat_template is None:
-            told = "it takes only plain text, no messages and no system message (--no-chat)"
-            raise UserError(f"this model's tokenizer has no chat template: {told}")
+            problem = "it takes only plain text, no messages and no system message (--no-chat)"
+            raise UserError(f"this model's tokenizer has no chat template: {problem}")
         from entropix_jax.text.chat_template import plain_messages, render
 
         own = {
@@ -456,9 +456,9 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
-            told = "(only Llama 3's tokenizer.model is read; others need a tokenizer.json)"
+            problem = "(only Llama 3's tokenizer.model is read; others need a tokenizer.json)"
             where = f"{path}: line {number}"
-            raise UserError(f"{where} is not a token in base64 and its rank {told}") from error
+            raise UserError(f"{where} is not a token in base64 and its rank {problem}") from error
     single_bytes = {bytes([byte]) for byte in range(256)}
     if sorted(ranks.values()) != list(range(len(ranks))) or not single_bytes <= ranks.keys():
         raise UserError(f"{path}: the ranks are not 0, 1, 2, ..., or a single byte is missing")

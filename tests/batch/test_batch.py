@@ -73,10 +73,12 @@ class Place:
     def start(self, *given: object, upload_seconds: float = 60.0) -> subprocess.Popen[bytes]:
         """Starts a run in another process."""
         code = f"""
-from entropix_jax.__main__ import run_module
+import sys
+from entropix_jax.__main__ import main
 from entropix_jax.batch import output
-output.UPLOAD_SECONDS, output.UPLOAD_RATIO = {upload_seconds}, 1.0
-run_module("batch")
+output.UPLOAD_SECONDS = {upload_seconds}
+sys.argv.insert(1, "batch")
+sys.exit(main())
 """
         command = [sys.executable, "-c", code, *self.options(*given)]
         streams: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
@@ -488,7 +490,7 @@ def test_the_script_for_a_tpu_vm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         *words, command = run("pod", "us-central1-a", *own).stdout.splitlines()
         asked = "compute tpus tpu-vm ssh pod --zone us-central1-a --worker=all --command"
         assert words == asked.split()
-        start = ".venv/bin/python -m entropix_jax.batch --distributed".split()
+        start = ".venv/bin/python -m entropix_jax batch --distributed".split()
         assert shlex.split(command) == ["cd", folder, "&&", *start, *own]
     usage = run("pod")
     assert usage.returncode == 2

@@ -294,7 +294,7 @@ class Typist:
 
     def __init__(self) -> None:
         self._far, near = pty.openpty()
-        command = [sys.executable, "-m", "entropix_jax.chat", *map(str, SHORT)]
+        command = [sys.executable, "-m", "entropix_jax", "chat", *map(str, SHORT)]
         files: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), near)
         environment = {**os.environ, "TERM": "xterm-256color"}
         self.process = subprocess.Popen(command, **files, env=environment, start_new_session=True)

@@ -156,7 +156,7 @@ def test_errors_of_texts(model: LanguageModel, tmp_path: Path) -> None:
             list(scored(model, text_of(length), QUADRANTS, **options))
     tokens = text_of(20)
     bad = load(str(write_model(tmp_path / "bad", poisoned(tokens[12]))))
-    told = f"NaN or infinity in the embedding at position {tokens.index(tokens[12])}"
+    told = f"NaN or infinite logits at position {tokens.index(tokens[12]) + 1}"
     with pytest.raises(UserError, match=told):
         list(scored(bad, tokens, QUADRANTS))
     # The weights of a padding token do not count.

@@ -40,7 +40,7 @@ class Arrivals:
             slot: RunningRow(Row(one, number=slot), model, CAPACITY)
             for slot, one in enumerate(wanted)
         }
-        self.reader = PromptReader(model, capacity=CAPACITY, keep=False, check=False)
+        self.reader = PromptReader(model, capacity=CAPACITY, keep=False)
         self.state = empty_slots(
             model.config,
             LAYOUT,

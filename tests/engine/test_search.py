@@ -20,6 +20,7 @@ from entropix_jax.engine.search import Fork, Outcome, recording_for, run_searche
 from entropix_jax.engine.state import Recording
 from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.errors import UserError
+from entropix_jax.lab.methods import METHODS as WITH_CONTROLS
 from entropix_jax.lab.tasks.registry import find_task
 from entropix_jax.model.loading import LanguageModel
 from tests.support.runs import Spec, requests
@@ -28,7 +29,7 @@ SLOTS, CAPACITY, TOKENS, FORKS = 8, 128, 20, 4
 VOCAB = 1249
 PROMPTS = {"dts": 50, "dts-greedy": 20, "eager": 50}  # 10 for the other methods
 PUBLISHED = {"dts": "dts", "dts-greedy": "dts", "eager": "eager"}  # presets
-OTHERS = {"dts": 2, "dts-greedy": 2, "eager": 1, "start-forks": FORKS - 1}
+OTHERS = {"dts": 2, "dts-greedy": 2, "eager": 1}
 
 
 def in_nats(token: TokenRecord, temperature: float, number: int) -> tuple[float, float]:
@@ -40,10 +41,8 @@ def in_nats(token: TokenRecord, temperature: float, number: int) -> tuple[float,
     return float(h), float(np.sum(p * (np.log(p) + h) ** 2))
 
 
-def is_due(method: str, token: TokenRecord, at: int) -> bool:
+def is_due(method: str, token: TokenRecord) -> bool:
     """Returns whether a continuation forks, in the papers' own units."""
-    if method == "start-forks":
-        return at == 0
     if method == "eager":
         return in_nats(token, 1.0, 20)[0] > 2.2
     h, u = in_nats(token, 0.6, VOCAB)
@@ -124,7 +123,7 @@ class Reference:
             for index in here:
                 token = lines[index].tokens[at]
                 is_free = token.action != "inject" and len(lines) < self._forks
-                if is_free and is_due(self._method, token, at):
+                if is_free and is_due(self._method, token):
                     self._fork(request, lines, index, at)
         return lines, None
 
@@ -188,7 +187,7 @@ def test_matched_forks(tiny: LanguageModel, name: str, preset: str) -> None:
     forced tokens, but at other positions. An end token is never replaced."""
     wanted, same = questions(tiny, 30, preset), 0
     outcomes = {}
-    for method in (find_method(preset), find_method(name)):
+    for method in (find_method(preset), find_method(name, WITH_CONTROLS)):
         recording = recording_for(method, FORKS)
         engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=recording)
         searches = [method.search(request, FORKS) for request in wanted]

@@ -20,7 +20,6 @@ from entropix_jax.engine.slots import (
     widen,
 )
 from entropix_jax.engine.state import RUNNING, STOPPED, DecodeState
-from entropix_jax.model.finite import NOWHERE
 from entropix_jax.model.mesh import place, row_shardings
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.state import init_sampler_state
@@ -90,13 +89,12 @@ def leaves(tree: Any) -> Mapping[str, np.ndarray]:
 @pytest.mark.parametrize(("slot", "cached"), [(0, 0), (SLOTS - 1, 0), (1, 5)])
 def test_insert(mesh: str | None, slot: int, cached: int) -> None:
     """`insert` sets the row's fields, resets its sampler state, frees the lane that had a branch of
-    the slot's previous row, and changes no other row and no cached key or value. An unsound
-    position is kept if it is within the cached part of the text."""
+    the slot's previous row, and changes no other row and no cached key or value."""
     state, row, layout = random_state(mesh), arrival(cached=cached), layout_of(mesh)
     before = leaves(state)
     number = layout.numbers[slot]
     after = leaves(insert(state, jnp.asarray(number), row, mechanisms=MECHANISMS))
-    fresh, unsound = init_sampler_state(1, MECHANISMS), before[".unsound"][number]
+    fresh = init_sampler_state(1, MECHANISMS)
     expected = {
         ".history": row.history,
         ".confidences": row.confidences,
@@ -108,7 +106,6 @@ def test_insert(mesh: str | None, slot: int, cached: int) -> None:
         ".forwards": 6,
         ".status": RUNNING,
         ".parked": False,
-        ".unsound": unsound if unsound[0] < cached else [NOWHERE, NOWHERE],
         ".cache.length": cached,
         ".eos_ids": [11, 12, *[-1] * 30],
         ".fork.branch": -1,
@@ -153,8 +150,8 @@ def test_widen(mesh: str | None) -> None:
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize(("source", "target"), [(0, 1), (3, 0), (2, 2)])
 def test_share_prefix(mesh: str | None, source: int, target: int) -> None:
-    """`share_prefix` copies the cache, sets its length, and changes nothing else. An unsound
-    position is copied if it is within that length. The source may be on another device."""
+    """`share_prefix` copies the cache, sets its length, and changes nothing else. The source may be
+    on another device."""
     state, numbers = random_state(mesh), layout_of(mesh).numbers
     before, wanted_sharding = leaves(state), jax.tree.map(lambda x: x.sharding, state)
     source, target = numbers[source], numbers[target]
@@ -164,10 +161,8 @@ def test_share_prefix(mesh: str | None, source: int, target: int) -> None:
     after = leaves(shared)
     for name, values in before.items():
         wanted = values.copy()
-        if name.startswith((".cache.keys", ".cache.values", ".unsound")):
+        if name.startswith((".cache.keys", ".cache.values")):
             wanted[target] = values[source]
         elif name == ".cache.length":
             wanted[target] = 5
-        if name == ".unsound" and values[source][0] >= 5:
-            wanted[target] = NOWHERE
         np.testing.assert_array_equal(after[name], wanted, err_msg=name)

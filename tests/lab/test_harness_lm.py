@@ -233,7 +233,7 @@ def test_non_finite_logits_are_reported() -> None:
     lm.model = replace(lm.model, params=bad)
     with pytest.raises(UserError, match=r"^request 0: NaN or infinite logits at position"):
         write(lm, *THREE)
-    with pytest.raises(UserError, match="pair 0: NaN or infinity in the embedding at position 0"):
+    with pytest.raises(UserError, match="pair 0: NaN or infinite logits at position"):
         lm.loglikelihood(ask("loglikelihood", ("Anna", " has")), True)
 
 

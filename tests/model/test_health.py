@@ -1,4 +1,4 @@
-"""NaN and infinity are located where they arise, reported, and never become a token."""
+"""NaN and infinity are reported, and never become a token."""
 
 from __future__ import annotations
 
@@ -13,20 +13,17 @@ import numpy as np
 import pytest
 
 from entropix_jax.__main__ import main
+from entropix_jax.engine.api import generate
 from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.results import Row
-from entropix_jax.engine.score import score_tokens
-from entropix_jax.engine.state import Recording
 from entropix_jax.errors import UserError
 from entropix_jax.model.attention import attend, attention_stats
 from entropix_jax.model.cache import init_cache
-from entropix_jax.model.finite import NOWHERE, first_unsound
 from entropix_jax.model.llama import forward
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.model.params import Params
 from entropix_jax.model.write import append
 from tests.support import reference
-from tests.support.meshes import mesh_of_two
 from tests.support.model_folders import (
     config_of_folder,
     poisoned,
@@ -35,82 +32,31 @@ from tests.support.model_folders import (
     write_model,
 )
 from tests.support.models import load_params
-from tests.support.runs import Spec, calibrated, requests, run_specs
+from tests.support.runs import Spec, ids_of, requests, run_specs
 from tests.support.samplers import LITERAL
 
-CHECK = Recording(check=True)
 SHAPE = config_of_folder()
 NUMBERS = (jnp.nan, jnp.inf, -jnp.inf)
 PROMPT = [token_ids()["<|begin_of_text|>"], 40, 41, 42, 43, 44]
 AT = 3  # index of the bad token in the prompt
 
 
-def overflowing(layer: int, name: str) -> Callable[[Params], Params]:
-    """Returns a change of weights after which only one token has a nonzero first channel, in every
-    layer, and only this token overflows in one layer's matrix."""
-
-    def change(params: Params) -> Params:
-        embedding = params.embedding.at[:, 0].set(0.0)
-        embedding = embedding.at[PROMPT[AT]].set(0.0).at[PROMPT[AT], 0].set(1000.0)
-        layers = [
-            replace(one, output=one.output.at[0].set(0.0), down=one.down.at[0].set(0.0))
-            for one in params.layers
-        ]
-        huge = getattr(layers[layer], name).at[:, 0].set(3e38)
-        layers[layer] = replace(layers[layer], **{name: huge})
-        return replace(params, embedding=embedding, layers=tuple(layers))
-
-    return change
+def overflowing(params: Params) -> Params:
+    """Changes weights so that only one token has a nonzero first channel, in every layer, and its
+    values overflow in the first layer."""
+    embedding = params.embedding.at[:, 0].set(0.0)
+    embedding = embedding.at[PROMPT[AT]].set(0.0).at[PROMPT[AT], 0].set(1000.0)
+    first, *others = [
+        replace(one, output=one.output.at[0].set(0.0), down=one.down.at[0].set(0.0))
+        for one in params.layers
+    ]
+    first = replace(first, value=first.value.at[:, 0].set(3e38))
+    return replace(params, embedding=embedding, layers=(first, *others))
 
 
-def run_of(model: LanguageModel, prompt: list[int], recording: Recording) -> Any:
-    requests = [Spec(prompt, "0", 20), Spec([*PROMPT[:AT], 50], "1", 20)]
-    return run_specs(model, requests, LITERAL, ignore_eos=True, recording=recording).run()
-
-
-@pytest.mark.parametrize(("layer", "name"), [(0, "query"), (1, "key"), (0, "value"), (1, "gate")])
-def test_overflow_in_the_prompt_is_located(tmp_path: Path, layer: int, name: str) -> None:
-    model = load(str(write_model(tmp_path / "model", overflowing(layer, name))))
-    bad, good = run_of(model, PROMPT, CHECK)
-    where = "" if name == "gate" else "the queries, keys or values of "
-    assert bad.error == f"NaN or infinity in {where}layer {layer} at position {AT}"
-    assert bad.finish_reason == "error"
-    assert bad.tokens == []
-    assert good.finish_reason == "length"
-
-
-@pytest.mark.parametrize(("number", "at"), [*zip(NUMBERS, [0, AT, len(PROMPT) - 1], strict=True)])
-def test_non_finite_embedding_is_located(tmp_path: Path, number: float, at: int) -> None:
-    """Tests the first token, a middle one, and the last one, which the first step reads."""
-
-    def change(params: Params) -> Params:
-        return replace(params, embedding=params.embedding.at[PROMPT[at], 5].set(number))
-
-    model = load(str(write_model(tmp_path / "model", change)))
-    told = f"NaN or infinity in the embedding at position {at}"
-    for prompt in (PROMPT, PROMPT * 8):  # in one call, and in several
-        bad, _ = run_of(model, prompt, CHECK)
-        assert (bad.error, bad.tokens) == (told, [])
-        if at < len(prompt) - 1:  # scoring does not read a text's last token
-            with pytest.raises(UserError, match=f"^{told}$"):
-                list(score_tokens(model, prompt, calibrated(model), recording=CHECK))
-
-
-def test_non_finite_generated_token_is_located(tmp_path: Path) -> None:
-    """The row keeps the tokens before it. A separate run finds the token to poison."""
-    sound = load(str(write_model(tmp_path / "sound")))
-    (whole, _) = run_of(sound, PROMPT, CHECK)
-    assert whole.finish_reason == "length"
-    unchecked, _ = run_of(sound, PROMPT, Recording())
-    ids = [t.token_id for t in whole.tokens]
-    assert ids == [t.token_id for t in unchecked.tokens]
-    branched = {f for t in whole.tokens for one in t.branches or () for f in one.tokens}
-    at = next(i for i, t in enumerate(ids) if t not in PROMPT + ids[:i] and t not in branched)
-    bad = load(str(write_model(tmp_path / "bad", poisoned(ids[at]))))
-    (row, _) = run_of(bad, PROMPT, CHECK)
-    assert [t.token_id for t in row.tokens] == ids[: at + 1]
-    position = len(PROMPT) + at
-    assert row.error == f"NaN or infinity in the embedding at position {position}"
+def run_of(model: LanguageModel) -> Any:
+    requests = [Spec(PROMPT, "0", 20), Spec([*PROMPT[:AT], 50], "1", 20)]
+    return run_specs(model, requests, LITERAL, ignore_eos=True).run()
 
 
 @pytest.mark.parametrize(
@@ -149,39 +95,20 @@ def test_a_failed_row_does_not_affect_the_next_one(tmp_path: Path, slots: int) -
     arguments += ["--model", str(folder), "--context", "64", "--slots", str(slots)]
     arguments += ["--max-new-tokens", "8", "--sampler", "greedy"]
     assert main(["batch", *arguments]) == 0
-    unchecked = {one["id"]: one for one in map(json.loads, output.read_text().splitlines())}
-    output.unlink()
-    Path(f"{output}.run.json").unlink()
-    # `--check` would refuse the poisoned weights before the run.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("entropix_jax.model.checkpoint._is_finite", lambda weight: True)
-        assert main(["batch", *arguments, "--check"]) == 0
-    for one in map(json.loads, output.read_text().splitlines()):
-        if prompts[int(one["id"])] == bad:
-            assert one["error"] == f"NaN or infinity in the embedding at position {AT}"
-            assert "NaN or infinite logits" in unchecked[one["id"]]["error"]
-        else:
-            assert one["token_ids"] == unchecked[one["id"]]["token_ids"] != []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["data=2", "model=2"])
-def test_non_finite_embedding_on_two_devices(tmp_path: Path, mesh: str) -> None:
-    folder = write_model(tmp_path / "model", poisoned(PROMPT[AT]))
-    for prompt in (PROMPT, PROMPT[: AT + 1]):  # found by the prefill, and by the first step
-        bad, good = run_of(load(str(folder), mesh=mesh_of_two(mesh)), prompt, CHECK)
-        assert bad.error == f"NaN or infinity in the embedding at position {AT}"
-        assert good.finish_reason == "length"
+    rows = {one["prompt"]: one for one in map(json.loads, output.read_text().splitlines())}
+    (alone,) = generate(load(str(folder)), good, "greedy", max_new_tokens=8, chat=False)
+    assert rows[good]["token_ids"] == ids_of(alone) != []
+    assert "NaN or infinite logits" in rows[bad]["error"]
 
 
 def test_non_finite_branch_is_never_best(tmp_path: Path) -> None:
     """The other branches have the same scores as in a sound model."""
-    (whole, _) = run_of(load(str(write_model(tmp_path / "sound"))), PROMPT, CHECK)
+    (whole, _) = run_of(load(str(write_model(tmp_path / "sound"))))
     forks = [one.branches for one in whole.tokens if one.branches]
     taken = {*PROMPT, *(one.token_id for one in whole.tokens)}
     lost = {t for fork in forks for one in fork if not one.chosen for t in one.tokens} - taken
     bad = load(str(write_model(tmp_path / "bad", poisoned(min(lost)))))
-    (row, _) = run_of(bad, PROMPT, CHECK)
+    (row, _) = run_of(bad)
     assert [one.token_id for one in row.tokens] == [one.token_id for one in whole.tokens]
     for fork, sound in zip((t.branches for t in row.tokens if t.branches), forks, strict=True):
         for one, other in zip(fork, sound, strict=True):
@@ -190,31 +117,24 @@ def test_non_finite_branch_is_never_best(tmp_path: Path) -> None:
             assert (one.score is None) == (at is not None)
 
 
-def in_one_slot(model: LanguageModel, recording: Recording, *specs: Spec) -> list[Row]:
+def in_one_slot(model: LanguageModel, *specs: Spec) -> list[Row]:
     """Runs rows in the same slot, one after another."""
-    engine = Engine(model, slots=1, capacity=256, recording=recording)
+    engine = Engine(model, slots=1, capacity=256)
     rows = [Row(one) for one in requests(model, specs, ignore_eos=True)]
     for _ in engine.run(rows):
         pass
     return rows
 
 
-@pytest.mark.parametrize("recording", [CHECK, Recording()], ids=["checked", "unchecked"])
-@pytest.mark.parametrize(
-    "change", [overflowing(0, "value"), poisoned(PROMPT[AT])], ids=["overflow", "poison"]
-)
-def test_non_finite_values_fail_one_row(
-    tmp_path: Path, change: Callable[[Params], Params], recording: Recording
-) -> None:
+@pytest.mark.parametrize("change", [overflowing, poisoned(PROMPT[AT])], ids=["overflow", "poison"])
+def test_non_finite_values_fail_one_row(tmp_path: Path, change: Callable[[Params], Params]) -> None:
     """The next row in its slot equals the row alone, bit for bit."""
     model = load(str(write_model(tmp_path / "model", change)))
     sound = Spec([*PROMPT[:AT], 51], "1", 30)
-    bad, good = in_one_slot(model, recording, Spec(PROMPT * 8, "0", 30), sound)
-    place = f" at position {AT}" if recording.check else f"logits at position {8 * len(PROMPT)}"
-    assert bad.error is not None
-    assert bad.error.endswith(place)
+    bad, good = in_one_slot(model, Spec(PROMPT * 8, "0", 30), sound)
+    assert bad.error == f"NaN or infinite logits at position {8 * len(PROMPT)}"
     assert bad.tokens == []
-    (alone,) = in_one_slot(model, recording, sound)
+    (alone,) = in_one_slot(model, sound)
     assert len(good.tokens) == 30
     assert good.tokens == alone.tokens
 
@@ -246,29 +166,11 @@ def test_tokens_before_a_bad_one_are_sound() -> None:
     count = jnp.array([5], jnp.int32)
     params = sharp_params()
     want, _, _ = forward(params, SHAPE, tokens, count, cache, window=16)
-    hidden, stats, grown = forward(
-        poisoned(7)(params), SHAPE, tokens, count, cache, window=16, check=True
-    )
+    hidden, _, grown = forward(poisoned(7)(params), SHAPE, tokens, count, cache, window=16)
     np.testing.assert_array_equal(hidden[0, :2], want[0, :2])
     assert np.isnan(hidden[0, 2:]).all()
-    assert stats.sound is not None
-    assert stats.sound.all(axis=-1).tolist() == [[True, True, False, False, False]]
     assert all(np.isfinite(x).all() for x in grown.values)
     assert all(np.isnan(x[:, :, 2]).all() for x in grown.keys)
-
-
-def test_padding_is_not_checked() -> None:
-    """Rows without tokens in a call are not checked either."""
-    params = sharp_params()
-    bad = replace(params, embedding=params.embedding.at[0].set(jnp.nan))
-    tokens = jnp.array([[5, 0, 0], [0, 0, 0], [5, 6, 0]], jnp.int32)
-    cache = init_cache(SHAPE, 3, 16, jnp.dtype(jnp.float32))
-    for more, found in ((0, [[NOWHERE, NOWHERE]] * 3), (1, [[1, 0], [0, 0], [2, 0]])):
-        count = jnp.array([1, 0, 2], jnp.int32) + more
-        _, stats, _ = forward(bad, SHAPE, tokens, count, cache, window=16, check=True)
-        assert stats.sound is not None
-        assert stats.sound.shape == (3, 3, 1 + 2 * SHAPE.num_layers)
-        assert first_unsound(stats.sound, cache.length).tolist() == found
 
 
 def test_attention_over_16k_keys() -> None:

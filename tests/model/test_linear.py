@@ -104,21 +104,6 @@ def test_bfloat16_vectors_are_multiplied_exactly(count: int, small: bool, multip
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("width", [256, 5000])
-@pytest.mark.parametrize("lead", [(1,), (2,), (3, 20)], ids=str)
-def test_rounded_vectors_are_multiplied_as_integers(lead: tuple[int, ...], width: int) -> None:
-    """The product of the rounded vectors is exact. A single vector is not rounded."""
-    x, weight = operands((*lead, width), 40, F32, F32)
-    small = arranged(quantized(weight, rounds_inputs=True))
-    got = compiled_product(x, small)
-    wide, whole = np.asarray(x, np.float64), quantized(weight)
-    scale = np.abs(wide).max(-1, keepdims=True) / 127
-    rounded = wide if lead == (1,) else np.round(np.asarray(x / jnp.float32(scale))) * scale
-    want = rounded @ np.asarray(whole.values, np.float64).T * np.asarray(whole.scale)
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
-    assert (np.abs(got - compiled_product(x, whole)).max() > 1e-2) == (lead != (1,))
-
-
 @pytest.mark.parametrize("count", [2, 16, 17])
 def test_a_few_vectors_times_int8_are_exact_to_float32(count: int, multiplied: bool) -> None:
     """The error bound is relative to each vector's largest entry."""

@@ -52,6 +52,10 @@ def test_a_run_and_an_altered_one(
     status, out, err = verify(path, capsys=capsys)
     assert (status, err) == (1, "")
     assert out.startswith(f"{path}: line 6, position {lines[5]['position']}, metrics: entropy is ")
+    lines = read_trace(trace)
+    for missing in ([*lines[:5], *lines[6:]], [*lines[:5], lines[4], *lines[5:]]):
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in missing))
+        assert verify(path, capsys=capsys)[0] == 1
 
 
 def header(**changes: Any) -> Callable[[Lines], Any]:
@@ -69,7 +73,8 @@ def value(key: str, value: Any) -> Callable[[Lines], Any]:
         (lambda lines: lines.clear(), "empty: not a trace"),
         (lambda lines: lines.pop(0), "line 1: not a trace: the first line must be a header"),
         (lambda lines: lines.pop(), "cut off after line 13"),
-        (lambda lines: lines.pop(3), "line 4: row 0 has position"),
+        (lambda lines: lines[3].update(entropy=True), "line 4: 'entropy' is malformed"),
+        (lambda lines: lines[-1].update(rows=[{}]), "line 14: 'rows' is malformed"),
         (lambda lines: lines[0].pop("precision"), "line 1: 'precision' is missing"),
         (lambda lines: lines[-1]["rows"][0].pop("request"), "line 14: row 0: its request is"),
         (lambda lines: lines[-1]["rows"][0]["request"].update(seed="0"), "or malformed"),

@@ -12,7 +12,6 @@ import pytest
 from entropix_jax.names import REGIMES
 from entropix_jax.replay import formulas
 from entropix_jax.sampler.context import Context, as_configured
-from entropix_jax.sampler.keys import scalars
 from entropix_jax.sampler.mechanisms import ACTIONS
 from entropix_jax.sampler.mechanisms.plain import confidence
 from entropix_jax.sampler.metrics import Metrics
@@ -31,6 +30,7 @@ from tests.support.samplers import (
     metrics_at,
     metrics_of,
     params_of,
+    scalars,
 )
 
 Values = Mapping[str, Any]
@@ -113,7 +113,7 @@ WIDE: Values = {
 
 def random_values(rng: np.random.Generator) -> dict[str, Any]:
     """Returns settings with random coefficients, and random values of the arms' other settings."""
-    coefficients = [key for key, number in scalars().items() if number["low"] == -100.0]
+    coefficients = [key for key, number in scalars().items() if number.low == -100.0]
     return {
         **{key: float(rng.uniform(0.05, 1.5)) for key in coefficients},
         **{key: float(rng.uniform(0.2, 1)) for key in ("base.top_p", "branch.top_p", "edt.base")},

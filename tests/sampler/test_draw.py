@@ -26,7 +26,7 @@ from entropix_jax.sampler.draw import (
     row_key,
     uniforms,
 )
-from entropix_jax.sampler.filters import HEAD, _bisect
+from entropix_jax.sampler.prefix import HEAD, _bisect
 from tests.support.draw_oracles import (
     LAST,
     LLAMA3,
@@ -229,7 +229,7 @@ STREAMS = (STREAM_DRAW, STREAM_CANDIDATE, STREAM_ROLLOUT, STREAM_NOISE, STREAM_X
 @partial(jax.jit, static_argnums=4)
 def uniforms_of(*names: Any) -> jax.Array:
     *path, number = names
-    return jax.vmap(partial(uniforms, number=number))(*path)
+    return jax.vmap(partial(uniforms, count=number))(*path)
 
 
 def numbers(names: list[tuple[np.ndarray, int, int, int]], number: int = 4) -> np.ndarray:

@@ -22,7 +22,6 @@ from entropix_jax.sampler.calibration import (
     generic_calibration,
     read_calibration,
 )
-from entropix_jax.sampler.keys import scalars
 from entropix_jax.sampler.presets import is_preset, load_sampler, parse_setting, preset_names
 from entropix_jax.sampler.settings import MAX_BANS, MAX_BIASES
 from tests.support.samplers import (
@@ -32,6 +31,7 @@ from tests.support.samplers import (
     RULES,
     calibration_of,
     params_of,
+    scalars,
     settings_of,
 )
 
@@ -127,7 +127,7 @@ def test_wrong_values(key: str, value: Any, words: str) -> None:
 @pytest.mark.parametrize("key", scalars())
 def test_range_ends_are_inclusive(key: str) -> None:
     """Both ends are valid, and values beyond them are not. Integer keys reject fractions."""
-    low, high, kind = (scalars()[key][name] for name in ("low", "high", "type"))
+    low, high, kind = (getattr(scalars()[key], name) for name in ("low", "high", "kind"))
     # The guard looks 256 tokens back, so that 256 repeats need a period of 1.
     beside = {"loop.repeats": {"loop.max_period": 1}, "loop.max_period": {"loop.repeats": 8}}
     sampler = QUADRANTS.with_values(beside.get(key, {}))

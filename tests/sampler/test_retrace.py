@@ -11,7 +11,6 @@ from entropix_jax.engine.decode import decode
 from entropix_jax.engine.prefill import prefill
 from entropix_jax.engine.slots import answer
 from entropix_jax.names import QUANTITIES, REGIMES, SERVED
-from entropix_jax.sampler.keys import scalars
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.samplers import (
     ARMS,
@@ -21,6 +20,7 @@ from tests.support.samplers import (
     generate,
     other_value,
     params_of,
+    scalars,
     start,
     tiny_model,
 )

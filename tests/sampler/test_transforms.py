@@ -225,7 +225,7 @@ def test_a_run_of_adaptive_p(target: float, decay: float) -> None:
         drawn = DrawnToken(
             logits=jnp.asarray(logits)[None],
             token=jnp.asarray([token], jnp.int32),
-            given={"adaptive_p": jnp.asarray(logits)[None]},
+            inputs={"adaptive_p": jnp.asarray(logits)[None]},
         )
         excess = after(row, drawn)
         state = with_state(state, "adaptive_p", excess)

@@ -11,9 +11,10 @@ import pytest
 from jax import lax
 from scipy import stats
 
-from entropix_jax.sampler.filters import HEAD, truncate
+from entropix_jax.sampler.filters import truncate
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.mechanisms.rules import learn_surprise
+from entropix_jax.sampler.prefix import HEAD
 from entropix_jax.sampler.settings import Parts, SamplerSettings
 from entropix_jax.sampler.state import DrawnToken, Proposal
 from tests.support.draw_oracles import (

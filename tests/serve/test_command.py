@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_serve_drains_at_a_signal(tiny: LanguageModel) -> None:
     """The server finishes running requests and rejects new ones."""
-    command = "-m entropix_jax.serve --model tiny --port 0 --slots 2 --context 256".split()
+    command = "-m entropix_jax serve --model tiny --port 0 --slots 2 --context 256".split()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with contextlib.ExitStack() as stack:
         process = stack.enter_context(

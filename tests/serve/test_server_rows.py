@@ -299,7 +299,7 @@ def test_errors_of_continuations(ask: Any) -> None:
 
 
 def a_row(size: int) -> Row:
-    fields: dict[str, Any] = dict.fromkeys(TokenRecord.__slots__, 0)
+    fields: dict[str, Any] = dict.fromkeys(TokenRecord.__dataclass_fields__, 0)
     token = TokenRecord(**fields)
     return Row(unrun([1]), log=[(token, False)] * (size - 1 - ROW_TOKENS))
 

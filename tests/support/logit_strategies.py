@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from entropix_jax.sampler.filters import HEAD
+from entropix_jax.sampler.prefix import HEAD
 from tests.support.draw_oracles import LLAMA3
 
 # Few shapes, so that few programs are compiled: the smallest, one longer than the head, and that of

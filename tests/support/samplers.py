@@ -18,7 +18,7 @@ from entropix_jax.names import REGIMES
 from entropix_jax.sampler.calibration import KNOTS, LEVELS, PERCENTS, Calibration
 from entropix_jax.sampler.context import Context, as_configured
 from entropix_jax.sampler.draw import row_key
-from entropix_jax.sampler.keys import scalars
+from entropix_jax.sampler.keys import Key, keys
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.presets import load_sampler
@@ -95,6 +95,11 @@ HOST: Mapping[str, Any] = {
     "token_texts": token_texts,
     "vocab_size": VOCAB_SIZE,
 }
+
+
+def scalars() -> dict[str, Key]:
+    """Returns the keys of numbers and flags."""
+    return {name: key for name, key in keys().items() if key.kind is not None}
 
 
 def calibration_of(
@@ -478,11 +483,11 @@ class Recorder:
 def other_value(key: str, old: Any) -> Any:
     """Returns another allowed value of a scalar."""
     number = scalars()[key]
-    if number["type"] is bool:
+    if number.kind is bool:
         return not old
     if key in ("loop.max_period", "loop.repeats"):  # the two limit each other
         return old - 1
-    halfway = (old + number["high"]) / 2 if number["high"] < 1000 else old + 3
-    if halfway == old or halfway > number["high"]:
-        halfway = (old + number["low"]) / 2
-    return int(halfway) if number["type"] is int else float(np.float32(halfway))
+    halfway = (old + number.high) / 2 if number.high < 1000 else old + 3
+    if halfway == old or halfway > number.high:
+        halfway = (old + number.low) / 2
+    return int(halfway) if number.kind is int else float(np.float32(halfway))

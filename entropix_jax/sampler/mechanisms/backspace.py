@@ -13,10 +13,11 @@ from flax import struct
 
 from entropix_jax.sampler.context import Context, draw, where
 from entropix_jax.sampler.control import Verdict, rewind, when
-from entropix_jax.sampler.mechanism import Mechanism, UserFunction
+from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms.plain import adaptive
 from entropix_jax.sampler.settings import COUNT, number
 from entropix_jax.sampler.state import MAX_ATTEMPTS, MAX_REACH, Proposal, entry_at
+from entropix_jax.sampler.user_functions import UserFunction
 
 
 @struct.dataclass

@@ -18,7 +18,6 @@ AdaDec (arXiv 2506.08980; a fixed depth, the first token committed).
 """
 
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,18 +31,18 @@ from entropix_jax.names import LARGEST
 from entropix_jax.sampler.context import Context, draw, if_any, where
 from entropix_jax.sampler.control import Verdict, fork, when
 from entropix_jax.sampler.draw import STREAM_CANDIDATE, STREAM_NOISE, draw_tokens, uniforms
-from entropix_jax.sampler.filters import cumulate
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms.plain import explore
+from entropix_jax.sampler.prefix import cumulate
 from entropix_jax.sampler.settings import (
     COEFFICIENT,
     COUNT,
     MAX_DEPTH,
     MAX_WIDTH,
     TEMPERATURE,
+    choice,
     flag,
     number,
-    of_tokens,
 )
 from entropix_jax.sampler.state import Proposal
 from entropix_jax.stats import sum_last, top
@@ -61,14 +60,12 @@ class BranchEnds:
     of_token: jax.Array  # bool [V], the tokens that end a branch
 
 
-def _branch_ends(
-    value: str, token_texts: Callable[[], Sequence[str]], vocab_size: int
-) -> BranchEnds:
-    """What `until` means for a vocabulary."""
-    ends: Any = np.zeros(vocab_size, bool)
+def _branch_ends(value: str, host: Any) -> BranchEnds:
+    """Returns the ends of branches for `until`, as flags per token."""
+    ends: Any = np.zeros(host.vocab_size, bool)
     if value in ("punctuation", "line"):
         pattern = _PUNCTUATION if value == "punctuation" else _LINE
-        found = [pattern.fullmatch(text) is not None for text in token_texts()]
+        found = [pattern.fullmatch(text) is not None for text in host.token_texts()]
         ends[: len(found)] = found
     return BranchEnds(by_regime=np.asarray(value == "regime"), of_token=ends)  # type: ignore[arg-type]
 
@@ -83,9 +80,7 @@ class BranchSettings:
     narrow: jax.Array = number(0.0, LARGEST, default=0.0)
     wide: jax.Array = number(0.0, LARGEST, default=0.0)
     sampled: jax.Array = flag(False)  # candidates are drawn, with replacement
-    until: BranchEnds = of_tokens(
-        UNTIL.__contains__, f"one of {', '.join(UNTIL)}", _branch_ends, "regime"
-    )
+    until: BranchEnds = choice(UNTIL, _branch_ends, "regime")
     processed: jax.Array = flag(False)  # p is after temperature and truncation
     depth: jax.Array = number(1, MAX_DEPTH, integer=True)  # most tokens, the candidate included
     temperature: jax.Array = number(0.01, 100.0)  # of the distribution of the candidates
@@ -110,7 +105,7 @@ class BranchState:
 
 
 def may_branch(ctx: Context) -> jax.Array:
-    """Returns whether the row has budget left, both for forks and for their forward passes."""
+    """Returns whether the row has a budget, both for forks and for their forward passes."""
     own: BranchSettings = ctx.settings.own["branch"]
     row: BranchState = ctx.states["branch"]
     affordable = own.max_share * ctx.generated.astype(jnp.float32)
@@ -148,7 +143,7 @@ def control(ctx: Context, token: jax.Array) -> Verdict:
 def _width(ctx: Context) -> jax.Array:
     """Returns the number of branches for the entropy of the row's draw: int32."""
     own: BranchSettings = ctx.settings.own["branch"]
-    log_probs = jax.nn.log_softmax(ctx.left)
+    log_probs = jax.nn.log_softmax(ctx.truncated)
     entropy = -sum_last(jnp.where(log_probs > -jnp.inf, jnp.exp(log_probs) * log_probs, 0.0))
     share = (entropy / jnp.log(2.0) - own.narrow) / (own.wide - own.narrow)
     more = (own.width - 1).astype(jnp.float32) * jnp.clip(share, 0.0, 1.0)
@@ -158,7 +153,7 @@ def _width(ctx: Context) -> jax.Array:
 def draw_candidates(ctx: Context) -> jax.Array:
     """Draws `width` tokens as the row does, each with its own random number: int32 [W]."""
     stream = jnp.int32(STREAM_CANDIDATE)
-    return draw_tokens(ctx.left, uniforms(ctx.key, ctx.length, ctx.attempt, stream, MAX_WIDTH))
+    return draw_tokens(ctx.truncated, uniforms(ctx.key, ctx.length, ctx.attempt, stream, MAX_WIDTH))
 
 
 def find_candidates(ctx: Context) -> jax.Array:
@@ -181,16 +176,16 @@ def find_candidates(ctx: Context) -> jax.Array:
     logits = if_any(own.noise > 0, noised, ctx.penalised)
     mass = jnp.exp((logits - jnp.max(logits)) / own.temperature)
     mass = jnp.where((mass >= own.min_p) & (logits > -jnp.inf), mass, 0.0)
-    most = min(MAX_WIDTH, logits.shape[0])
-    _, ids = top(logits, most)
+    size = min(MAX_WIDTH, logits.shape[0])
+    _, ids = top(logits, size)
     shares = mass[ids]
     before = cumulate(shares) - shares
     # At 1 it is off: rounding must not cut the tail.
     reached = jnp.where(own.top_p < 1, own.top_p * jnp.sum(mass), jnp.inf)
-    rank = jnp.arange(most, dtype=jnp.int32)
+    rank = jnp.arange(size, dtype=jnp.int32)
     admitted = ((before < reached) & (shares > 0)) | (rank == 0)
     admitted &= rank < own.width
-    return jnp.pad(jnp.where(admitted, ids, -1), (0, MAX_WIDTH - most), constant_values=-1)
+    return jnp.pad(jnp.where(admitted, ids, -1), (0, MAX_WIDTH - size), constant_values=-1)
 
 
 BRANCH = Mechanism(

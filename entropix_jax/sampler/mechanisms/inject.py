@@ -1,30 +1,27 @@
 """`inject`: writes a configured thought into the row, then waits out a cooldown.
 
-A thought is written where a sentence has ended (`after`, see `sampler.sentences`), in place of a
-drawn token that begins a new word. Its first token is committed by the step that injects, the rest
-follow as forced tokens. The cooldown begins after the last one. If no thought may be written, the
-arm draws at a higher temperature than the base:
+A thought is written after a token that ends a sentence (`after`), in place of a drawn token that
+begins a new word. Its first token is committed by the step that injects, the rest follow as forced
+tokens. The cooldown begins after the last one. If no thought may be written, the arm draws at a
+higher temperature than the base:
 
     T = min(temperature_max, T0 * (temperature_scale + temperature_attn_entropy * Ea))
 """
 
+import re
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
-from entropix_jax.sampler.context import Context, draw, if_any, where
+from entropix_jax.sampler.context import Context, draw, where
 from entropix_jax.sampler.control import WAIT, Verdict, force, when
+from entropix_jax.sampler.history import ends_in
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.regimes import LELV
-from entropix_jax.sampler.sentences import (
-    SentenceFlags,
-    are_marks,
-    begins_word,
-    sentence_ended,
-    sentence_flags,
-)
 from entropix_jax.sampler.settings import (
     COEFFICIENT,
     COUNT,
@@ -32,13 +29,45 @@ from entropix_jax.sampler.settings import (
     SamplerSettings,
     flag,
     number,
-    of_tokens,
+    setting,
     texts,
 )
-from entropix_jax.sampler.state import Proposal, ends_in
+from entropix_jax.sampler.state import Proposal
 
 MAX_THOUGHT = 64  # tokens of a thought
 MAX_THOUGHTS = 4  # thoughts that take turns
+ENDS, SPACED, CLOSED = 1, 2, 4  # flags of a token, see `SentenceFlags`
+
+
+@struct.dataclass
+class SentenceFlags:
+    """Which tokens end a sentence (ENDS), begin with white space (SPACED), or end with it
+    (CLOSED)."""
+
+    enabled: jax.Array  # bool; False: a thought may follow any token
+    of_token: jax.Array  # uint8 [V]
+
+    def has(self, token: jax.Array, flag: int) -> jax.Array:
+        """Returns whether a token, int32, has a flag: bool."""
+        return (jnp.take(self.of_token, token, mode="clip") & flag) > 0
+
+
+def sentence_flags(value: str | list[str], host: Any) -> SentenceFlags:
+    """Flags the tokens of a vocabulary. A token ends a sentence if it ends with one of these marks,
+    perhaps before quotes, brackets and white space."""
+    marks = "".join(value)
+    end = re.compile(rf"[{re.escape(marks)}][\s\"'\u2019\u201d)\]*]*\Z") if marks else None
+    flags: Any = np.zeros(host.vocab_size, np.uint8)
+    for token, text in enumerate(host.token_texts() if end else ()):
+        flags[token] = ENDS * bool(end and end.search(text))
+        flags[token] |= SPACED * text[:1].isspace() | CLOSED * text[-1:].isspace()
+    return SentenceFlags(enabled=np.asarray(bool(marks)), of_token=flags)  # type: ignore[arg-type]
+
+
+def are_marks(value: Any) -> bool:
+    """Returns whether a value is a list of characters that end a sentence, or one as a text."""
+    marks = [value] if isinstance(value, str) else value
+    return isinstance(marks, list) and all(isinstance(m, str) and len(m) <= 1 for m in marks)
 
 
 @struct.dataclass
@@ -47,7 +76,7 @@ class InjectSettings:
 
     thought: jax.Array = texts(MAX_THOUGHTS, MAX_THOUGHT)
     # Characters that end a sentence. Empty: a thought may be written anywhere.
-    after: SentenceFlags = of_tokens(
+    after: SentenceFlags = setting(
         are_marks, 'a list of single characters, such as [".", "?"]', sentence_flags, ""
     )
     earliest: jax.Array = number(*COUNT, integer=True, default=0)  # tokens before the first thought
@@ -80,12 +109,7 @@ def may_inject(ctx: Context) -> jax.Array:
     just_asked = jnp.any(ends_in(ctx.history, ctx.length, own.thought))  # injected or not
     budget = (row.begun < own.per_row) & (ctx.generated >= own.earliest)
     free = (fits | ctx.asks) & ~just_asked & (row.cooldown == 0) & budget
-
-    def look_back() -> jax.Array:  # it reads the whole history
-        return sentence_ended(own.after, ctx.history, ctx.length)
-
-    ended: jax.Array = if_any(free & own.after.given, look_back, jnp.bool_(True))
-    return free & ended
+    return free & (~own.after.enabled | own.after.has(ctx.history[ctx.length - 1], ENDS))
 
 
 def propose(ctx: Context) -> Proposal:
@@ -105,7 +129,8 @@ def control(ctx: Context, token: jax.Array) -> Verdict:
     function waits for its text instead."""
     own: InjectSettings = ctx.settings.own["inject"]
     row: InjectState = ctx.states["inject"]
-    begins = begins_word(own.after, ctx.history, ctx.length, token)
+    last = ctx.history[ctx.length - 1]
+    begins = own.after.has(token, SPACED) | own.after.has(last, CLOSED)
     ends = jnp.any(token == ctx.eos_ids)
     thought, _ = _turn(own, row.begun)
     written = force(thought)
@@ -113,7 +138,7 @@ def control(ctx: Context, token: jax.Array) -> Verdict:
     # The cooldown of a row that waits begins now: the host may have no text for it.
     cooldown = jnp.where(ctx.asks, jnp.maximum(own.cooldown, 1), row.cooldown)
     after = InjectState(cooldown=cooldown, begun=row.begun + 1)
-    return when(~own.after.given | (begins & ~ends), verdict, after)
+    return when(~own.after.enabled | (begins & ~ends), verdict, after)
 
 
 def advance(ctx: Context) -> InjectState:
@@ -130,8 +155,8 @@ def _turn(own: InjectSettings, begun: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The thought whose turn it is after `begun` others: its tokens, int32 [MAX_THOUGHT], and its
     length, 0 where there is none."""
     lengths = jnp.sum(own.thought >= 0, axis=-1, dtype=jnp.int32)
-    number = jnp.maximum(jnp.sum(lengths > 0, dtype=jnp.int32), 1)
-    turn = jnp.mod(begun, number)
+    count = jnp.maximum(jnp.sum(lengths > 0, dtype=jnp.int32), 1)
+    turn = jnp.mod(begun, count)
     return own.thought[turn], lengths[turn]
 
 

@@ -12,9 +12,9 @@ from flax import struct
 
 from entropix_jax.sampler.context import Context
 from entropix_jax.sampler.control import Verdict, rewind, when
+from entropix_jax.sampler.history import ends_in
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.settings import COUNT, number, section, texts
-from entropix_jax.sampler.state import ends_in
 
 MAX_PHRASES = 8
 MAX_PHRASE = 16  # tokens of one
@@ -49,9 +49,9 @@ def control(ctx: Context, token: jax.Array) -> Verdict:
     row: PhrasesState = ctx.states["phrases"]
     complete = ends_in(ctx.history, ctx.length + 1, own.banned)
     lengths = jnp.sum(own.banned >= 0, axis=-1, dtype=jnp.int32)
-    number = jnp.max(jnp.where(complete, lengths, 0))
-    back = jnp.clip(number - 1, 0, ctx.reach)
-    acts = (number > 0) & (row.retracted < own.per_row)
+    length = jnp.max(jnp.where(complete, lengths, 0))
+    back = jnp.clip(length - 1, 0, ctx.reach)
+    acts = (length > 0) & (row.retracted < own.per_row)
     return when(acts, rewind(back), PhrasesState(retracted=row.retracted + 1))
 
 

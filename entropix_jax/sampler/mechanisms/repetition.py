@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from entropix_jax.sampler.context import Context
+from entropix_jax.sampler.history import ends_in, repeated
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.settings import (
     COEFFICIENT,
@@ -21,7 +22,6 @@ from entropix_jax.sampler.settings import (
     section,
     texts,
 )
-from entropix_jax.sampler.state import ends_in, repeated
 
 MAX_MATCH = 64  # tokens of the longest repetition that is looked for
 MAX_BREAKERS = 16  # texts that no repetition reaches across

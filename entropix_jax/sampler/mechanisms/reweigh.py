@@ -43,7 +43,7 @@ def aim(logits: jax.Array, ctx: Context) -> jax.Array:
 def count_excess(drawn: DrawnToken, ctx: Context) -> jax.Array:
     """Counts the probability that the token had before this filter."""
     own, before = ctx.settings.own["adaptive_p"], ctx.states["adaptive_p"]
-    prob = jax.nn.softmax(drawn.given["adaptive_p"])[drawn.token]
+    prob = jax.nn.softmax(drawn.inputs["adaptive_p"])[drawn.token]
     excess = own.decay * before + (1.0 - own.decay) * (prob - own.target)
     return jnp.where(own.target < 0, before, excess)
 

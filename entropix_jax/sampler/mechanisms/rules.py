@@ -14,8 +14,9 @@ import numpy as np
 from jax import lax
 
 from entropix_jax.sampler.context import Context, if_needed
-from entropix_jax.sampler.filters import HEAD, NUCLEUS, first_k, head_of, nucleus, shortest
+from entropix_jax.sampler.filters import NUCLEUS, nucleus
 from entropix_jax.sampler.mechanism import Mechanism
+from entropix_jax.sampler.prefix import HEAD, first_k, head_of, shortest
 from entropix_jax.sampler.settings import flag, number, section
 from entropix_jax.sampler.state import DrawnToken
 from entropix_jax.stats import LN2, flipped, sortable, top
@@ -224,9 +225,9 @@ def _prefixes(first: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.log(masses) - jnp.cumsum(jnp.where(mass > 0, mass * y, 0.0)) / masses, masses
 
 
-def _where(left: jax.Array, logits: jax.Array) -> jax.Array:
-    """Returns the logits with -inf for tokens that are not left; the most likely always is."""
-    return jnp.where(left | (logits >= jnp.max(logits)), logits, -jnp.inf)
+def _where(kept: jax.Array, logits: jax.Array) -> jax.Array:
+    """Returns the logits with -inf for tokens that are not kept. The most likely one always is."""
+    return jnp.where(kept | (logits >= jnp.max(logits)), logits, -jnp.inf)
 
 
 def _entropy(log_probs: jax.Array) -> jax.Array:
@@ -248,7 +249,7 @@ def _nearness(deviation: jax.Array) -> jax.Array:
 
 
 def _weigh_near(order: jax.Array) -> jax.Array:
-    """Returns exp of the deviations that `_nearness` was given, up to rounding; 0 for -inf."""
+    """Returns exp of the arguments of `_nearness`, up to rounding; 0 for -inf."""
     bits = lax.bitcast_convert_type(-order, jnp.int32)
     distance = lax.bitcast_convert_type(bits & ~1, jnp.float32)
     return jnp.exp(jnp.where((bits & 1 == 1) | (order == -jnp.inf), -distance, distance))

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from entropix_jax.names import LARGEST
 from entropix_jax.sampler.context import Context, if_any
 from entropix_jax.sampler.control import Verdict, end, force, when
+from entropix_jax.sampler.history import ends_in
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms.inject import holds_banned
 from entropix_jax.sampler.settings import COUNT, number, section, texts
-from entropix_jax.sampler.state import ends_in
 from entropix_jax.stats import sum_last
 
 MAX_TEXT = 32  # tokens of a text

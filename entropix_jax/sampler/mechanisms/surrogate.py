@@ -13,6 +13,7 @@ surrogate do not go together. A trace records the measured u.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +21,12 @@ import numpy as np
 from flax import struct
 
 from entropix_jax.errors import UserError
-from entropix_jax.sampler.calibration import AT_ENTROPY, LEVELS, Calibration, no_tables
+from entropix_jax.sampler.calibration import AT_ENTROPY, LEVELS, no_tables
 from entropix_jax.sampler.context import Context
 from entropix_jax.sampler.draw import STREAM_OBSERVE, uniforms
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.metrics import Metrics
-from entropix_jax.sampler.settings import MAX_WIDTH, SamplerSettings, of_tables
+from entropix_jax.sampler.settings import MAX_WIDTH, SamplerSettings, choice
 
 KINDS = ("measured", "permuted", "max_prob", "median")
 _MEASURED, _PERMUTED, _MAX_PROB, _MEDIAN = range(len(KINDS))
@@ -41,15 +42,15 @@ class Surrogate:
     max_probs: jax.Array  # float32 [K, len(LEVELS)]
 
 
-def _from_tables(value: str, calibration: Calibration | None, where: str) -> Surrogate:
+def _from_tables(value: str, host: Any) -> Surrogate:
     kind: jax.Array = np.int32(KINDS.index(value))  # type: ignore[assignment]
-    given = None if calibration is None else calibration.at_entropy
-    if given is None:
+    tables = None if host.calibration is None else host.calibration.at_entropy
+    if tables is None:
         if kind != _MEASURED:
             missing = "the model's calibration lacks its varentropies at each entropy"
-            raise UserError(f"{where} = '{value}': {missing}: run entropix-jax calibrate")
-        given = no_tables()
-    entropies, varentropies, max_probs = (given[name].astype(np.float32) for name in AT_ENTROPY)
+            raise UserError(f"= '{value}': {missing}: run entropix-jax calibrate")
+        tables = no_tables()
+    entropies, varentropies, max_probs = (tables[name].astype(np.float32) for name in AT_ENTROPY)
     return Surrogate(kind, entropies, varentropies, max_probs)  # type: ignore[arg-type]
 
 
@@ -57,7 +58,7 @@ def _from_tables(value: str, calibration: Calibration | None, where: str) -> Sur
 class SurrogateSettings:
     """Selects the value that regimes and arms use as varentropy."""
 
-    varentropy: Surrogate = of_tables(KINDS, _from_tables, "measured")
+    varentropy: Surrogate = choice(KINDS, _from_tables, "measured")
 
 
 def observe(ctx: Context) -> Metrics:
