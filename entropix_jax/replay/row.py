@@ -126,7 +126,7 @@ class Row(RowState):
         slack = 0.0 if line is not None and viewed is None else self.tolerance
         regimes = formulas.regimes(v, metrics, bounds, slack)
         rounds = formulas.count_rounds(v, tokens, generated)
-        metrics = formulas.as_configured(v, metrics, bounds, log_probs.size)
+        metrics = formulas.as_configured(v, metrics, bounds.tolist(), log_probs.size)
         if line is not None:
             variance = metrics["sequence_varentropy"]
             self.check(line, "metrics", sequence_varentropy=variance)
