@@ -2,7 +2,8 @@
 
 The environment is the one that templates are written for, that of
 `transformers.PreTrainedTokenizerBase.apply_chat_template`. Jinja's immutable sandbox keeps a
-template from reaching out; it bounds neither time nor memory.
+template from reaching out, and products and powers are short. Time and memory are not bounded
+otherwise.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from jinja2 import ext, nodes, parser, sandbox
 
 from entropix_jax.errors import UserError
 
+_LONGEST = 1_000_000  # of a product in a template
 _TEXT_PARTS = ("text", "input_text", "output_text")  # types of parts; the last two are Responses'
 
 
@@ -66,9 +68,28 @@ def _plain_message(message: object, number: int) -> dict[str, Any]:
     return {**parts, "content": content}
 
 
+class _Sandbox(sandbox.ImmutableSandboxedEnvironment):
+    """Jinja's sandbox. It also refuses products and powers that take much memory, which Jinja would
+    compute while it compiles a template."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(
+        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
+    ) -> Any:
+        pairs = ((left, right), (right, left)) if operator == "*" else ((left, right),)
+        for one, times in pairs:
+            size = len(one) if isinstance(one, str | list | tuple) else 0
+            if operator == "**" and isinstance(one, int):
+                size = one.bit_length()
+            if isinstance(times, int) and size * times > _LONGEST:
+                raise OverflowError(f"the result of '{operator}' is too long")
+        return super().call_binop(context, operator, left, right)
+
+
 @functools.lru_cache(maxsize=4)
 def _compile(template: str) -> jinja2.Template:
-    environment = sandbox.ImmutableSandboxedEnvironment(
+    environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, ext.loopcontrols]
     )
     # Jinja's own filter escapes for HTML.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from entropix_jax.errors import UserError
+from entropix_jax.host.shapes import fits
 from entropix_jax.text.added_tokens import CONTROL
 from entropix_jax.text.tokenizer import (
     BYTES,
@@ -21,6 +22,7 @@ from entropix_jax.text.tokenizer import (
     tokenizer_json,
 )
 
+_LISTS: Mapping[str, list[type]] = {"token_type": [int], "scores": [float]}
 _NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6  # types of tokens
 
 # How a text is split before merging, as the models' authors published it.
@@ -65,6 +67,11 @@ def read_tokenizer(
     tokens = own.get("tokens")
     if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
         raise UserError(f"{path}: '{prefix}tokens' is missing")
+
+    for name, shape in _LISTS.items():
+        if name in own and not fits(own[name], shape):
+            kind = {int: "integers", float: "numbers"}[shape[0]]
+            raise UserError(f"{path}: '{prefix}{name}' must be a list of {kind}")
 
     # Named tokens, and the chat template.
     settings: dict[str, Any] = {"chat_template": metadata.get("tokenizer.chat_template")}

@@ -246,6 +246,8 @@ def test_damaged_files(tmp_path: Path) -> None:
         ({"tokenizer.ggml.pre": "unheard-of"}, "pre-tokenizer 'unheard-of' \\(known: "),
         ({"tokenizer.ggml.model": "rwkv"}, "unknown tokenizer 'rwkv'"),
         ({"tokenizer.ggml.tokens": ...}, r"'tokenizer\.ggml\.tokens' is missing"),
+        ({"tokenizer.ggml.token_type": 3}, r"'tokenizer\.ggml\.token_type' must be a list"),
+        ({"tokenizer.ggml.scores": ["a"]}, r"'tokenizer\.ggml\.scores' must be a list"),
         ({"tokenizer.ggml.merges": ["a b c"]}, "'a b c' is not two tokens"),
         ({"tokenizer.ggml.eos_token_id": 10**6}, "eos_token_id': 1000000 is not a token id"),
         ({"split.count": 3, "general.architecture": ...}, "is one of 3 parts: merge them, `llama-"),

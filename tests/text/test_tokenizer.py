@@ -512,6 +512,8 @@ def test_chat_template_sources(tmp_path: Path) -> None:
         ("a\n{% if %}", "line 2"),
         ("{{ raise_exception('only\ntwo roles') }}", "refuses the messages: only two roles"),
         ("{{ 1 + 'a' }}", "the chat template fails: TypeError"),
+        ("{{ 'a' * 10**9 }}", "the chat template fails: OverflowError"),
+        ("{{ 9 ** (9 ** 9) }}", "the chat template fails: OverflowError"),
     ],
 )
 def test_bad_chat_templates(tmp_path: Path, template: str | None, message: str) -> None:
