@@ -57,12 +57,12 @@ def sizes() -> dict[str, int]:
 
 # The limit, and the goal.
 LIMITS = {
-    "sampler/step.py and what it imports": (1_805, 1_600),
-    "engine/decode.py and what it imports": (4_060, 4_000),
+    "sampler/step.py and what it imports": (1_804, 1_600),
+    "engine/decode.py and what it imports": (4_055, 4_000),
     "sampler/step.py, engine/decode.py": (420, 420),
-    "sampler/filters.py, sampler/draw.py": (240, 230),
-    "sampler/, engine/, model/": (11_520, 10_400),
-    "package without lab/, serve/, chat/": (18_490, 15_000),
+    "sampler/filters.py, sampler/draw.py": (225, 225),
+    "sampler/, engine/, model/": (11_515, 10_400),
+    "package without lab/, serve/, chat/": (18_480, 15_000),
     "lab/": (7_000, 5_300),
     "serve/, chat/": (3_030, 3_000),
     "scripts/": (2_800, 2_800),
