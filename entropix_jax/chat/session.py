@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -204,13 +203,13 @@ class Session:
         self._say("the system message is set" if text else "there is no system message any more")
 
     def _choose(self, name: str) -> None:
-        self._use(replace(self.options, sampler=name, set=()) if name else self.options)
+        self._use(replace(self.options.with_settings(), sampler=name) if name else self.options)
 
     def _set(self, setting: str) -> None:
         key, equals, value = setting.partition("=")
         key = f"sampler.{key.strip().removeprefix('sampler.')}{equals}"
-        others = (one for one in chain(*self.options.set) if not one.startswith(key))
-        self._use(replace(self.options, set=((*others, f"{key}{value.strip()}"),)))
+        others = (one for one in self.options.settings if not one.startswith(key))
+        self._use(self.options.with_settings(*others, f"{key}{value.strip()}"))
 
     def _use(self, options: ModelOptions) -> None:
         """Uses the sampler of the options for the next answers. UserError if the model cannot."""
@@ -218,7 +217,7 @@ class Session:
         self.request, self.options = replace(self.request, sampler=sampler), options
         for note in sampler.notes:
             self._say(f"note: {note}")
-        self._say(" ".join(["sampler", sampler.name, *chain(*options.set)]))
+        self._say(" ".join(["sampler", sampler.name, *options.settings]))
 
     def _save(self, name: str) -> None:
         path = Path(name)

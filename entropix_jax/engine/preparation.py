@@ -12,7 +12,7 @@ from entropix_jax.engine.state import Recording
 from entropix_jax.errors import UserError
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.model.config import ModelConfig
-from entropix_jax.model.gguf import SUFFIX
+from entropix_jax.model.find import SUFFIX
 from entropix_jax.model.loading import CALIBRATION_FILE, LanguageModel
 from entropix_jax.sampler.calibration import Calibration, generic_calibration, read_calibration
 from entropix_jax.sampler.mechanism import Mechanism

@@ -16,6 +16,7 @@ import numpy as np
 from entropix_jax.errors import UserError, nearest
 from entropix_jax.names import BOXES, LARGEST, QUANTITIES, SERVED, THRESHOLDS, read_condition
 from entropix_jax.sampler.calibration import TABLES, parse_percentile
+from entropix_jax.sampler.files import check_key
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.settings import (
@@ -32,10 +33,6 @@ Rule = tuple[Callable[[Any], bool], str]  # a test of a value, and what an error
 
 THRESHOLD_KEYS = tuple(f"thresholds.{name}" for name in THRESHOLDS)
 REGIME_KEYS = tuple(f"regimes.{box}" for box in BOXES)
-# Removed keys, each with the hint of its error.
-OLD_KEYS = {
-    "thresholds.calibrated": 'thresholds are percentiles now, such as thresholds.h1 = "30%"',
-}
 
 
 @cache
@@ -62,22 +59,12 @@ def defaults(mechanisms: Mechanisms = MECHANISMS) -> Mapping[str, Any]:
     )
 
 
-def check_key(key: str, where: str, mechanisms: Mechanisms = MECHANISMS) -> None:
-    """Raises UserError, prefixed with `where`, for an unknown key."""
-    known = sorted(rules(mechanisms))
-    if key in OLD_KEYS:
-        raise UserError(f"{where}: '{key}' is no longer a sampler key: {OLD_KEYS[key]}")
-    if key not in known:
-        close = nearest(key, known, otherwise=" (docs/settings.md lists the keys)")
-        raise UserError(f"{where}: no sampler key '{key}'{close}")
-
-
 def check_values(
     values: Mapping[str, Any], where: str, mechanisms: Mechanisms = MECHANISMS
 ) -> None:
     """Raises UserError for an unknown key, or a value of the wrong type or out of range."""
     for key in values:
-        check_key(key, where, mechanisms)
+        check_key(key, where, rules(mechanisms))
     for key, value in values.items():
         fits, told = rules(mechanisms)[key]
         if not fits(value):

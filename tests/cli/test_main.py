@@ -403,6 +403,7 @@ BAD: list[tuple[list[object], str]] = [
     (short("--set", "sampler.metrics.layers=[1.0]"), "the model has 2 layers"),
     (short("--set", "sampler.thresholds.h2=20%"), "h1 = 30% is above thresholds.h2 ="),
     (short("--sampler", "entropy"), "(a file's name ends in .toml), did you mean 'entropix'?"),
+    (short("--min-p", 2), "base.min_p = 2.0: must be a number from 0 to 1"),
     (short("--chat"), "only one of --chat and --no-chat"),
     (short("--system", "Be brief."), "a system message needs a chat (--chat)"),
     (["--messages", "messages.json", "--no-chat"], "cannot be used with --messages"),
@@ -611,7 +612,8 @@ def test_the_installed_command(
     misspelt = run_command("generate", *short("--model", "smolm2"))
     one_error(misspelt, "no such model: 'smolm2', did you mean 'smollm2'?")
     for arguments, message in (
-        (["x"], "no command 'x'"),
+        (["x"], "no command 'x' (known: generate, chat, "),
+        (["generat"], "no command 'generat', did you mean 'generate'? (see entropix-jax --help)"),
         ([""], "no command given"),
         ([], "no command given"),
     ):

@@ -18,7 +18,8 @@ from entropix_jax.engine.trace import header
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.replay.model import ModelReader
 from entropix_jax.replay.state import Reading
-from entropix_jax.sampler.presets import load_sampler, preset_names
+from entropix_jax.sampler.files import preset_names
+from entropix_jax.sampler.presets import load_sampler
 from tests.support.samplers import EVERYTHING
 
 Json = dict[str, Any]
