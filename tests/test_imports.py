@@ -86,7 +86,7 @@ def test_third_party_packages() -> None:
     ("modules", "foreign"),
     [
         ("main, entropix_jax.__main__", "jax numpy tokenizers"),
-        ("sampler.files, entropix_jax.model.find", "jax numpy"),
+        ("sampler.files, entropix_jax.model.find, entropix_jax.cli.terminal", "jax numpy"),
         ("report.page", "jax numpy plotly"),
         ("batch.output, entropix_jax.batch.records", "jax s3fs aiohttp"),
         ("lab.harness, entropix_jax.batch.run", "lm_eval"),

@@ -45,6 +45,7 @@ class Session:
     context: int  # maximum tokens of the conversation
     messages: Messages  # the conversation so far
     quiet: bool = False  # no statistics after an answer
+    actions: bool = False  # only forks and steps back are coloured
 
     def __post_init__(self) -> None:
         if self.model.tokenizer.chat_template is None:
@@ -67,7 +68,7 @@ class Session:
         Prints user errors on a terminal. Elsewhere they end the conversation, as Ctrl-C does.
         """
         if self._typed:
-            print_legend()
+            self._show_legend()
             sampler = f"sampler {self.request.sampler.name}"
             self._say(
                 f"{self.name}, {sampler}, context {self.context} tokens. /help lists the commands."
@@ -135,6 +136,9 @@ class Session:
     def _say(self, line: str, style: str = "") -> None:
         self._err.print(Text(printable(line), style))
 
+    def _show_legend(self) -> None:
+        print_legend(self.request.sampler.values, actions=self.actions)
+
     def _stop(self) -> None:
         # After the end of a run, a stop would end the next one.
         if self._running is not None and self._running.finish_reason is None:
@@ -152,7 +156,7 @@ class Session:
         generation = Generation(self.model, [request], engine=self._engine)
         (row,) = generation.rows
         status = StatusLine()
-        screen = TextScreen(status)
+        screen = TextScreen(status, actions=self.actions)
 
         status.show("compiling and reading ... (Ctrl-C stops it)")
         self._running = row
@@ -173,8 +177,8 @@ class Session:
             self._answered, self._retries = generation.rows, retries
         if not self.quiet:
             used = f"context {len(prompt) + len(row.tokens)}/{self.context}"
-            again = f" | seed {seed}" if retries else ""
-            self._say(f"{summary(generation.rows, speed.value)} | {used}{again}", "dim")
+            again = f"seed {seed}" if retries else ""
+            self._say(summary(generation.rows, speed.value, used, again), "dim")
         if self._typed:
             self._say("")
 
@@ -218,6 +222,8 @@ class Session:
         for note in sampler.notes:
             self._say(f"note: {note}")
         self._say(" ".join(["sampler", sampler.name, *options.settings]))
+        if self._typed:
+            self._show_legend()
 
     def _save(self, name: str) -> None:
         path = Path(name)

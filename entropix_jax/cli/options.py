@@ -162,6 +162,9 @@ class ModelOptions:
         return choose_sampler(self.sampler, self.settings, own)
 
 
+Highlight = Literal["regimes", "actions"]
+
+
 @dataclass(frozen=True)
 class TextOptions:
     """Options of the generated text."""

@@ -23,6 +23,17 @@ METRICS = """logprob entropy varentropy sequence_varentropy attn_entropy attn_en
     attn_varentropy agreement agreement_published interaction_strength confidence temperature top_p
     min_p""".split()
 
+# Why a row ended, in words. Reasons that are not listed are shown as they are.
+ENDS = {
+    "eos": "end of text",
+    "length": "token limit",
+    "confidence": "low confidence",
+    "context": "context limit",
+    "stop": "stop string",
+    "interrupt": "stopped",
+    "cancelled": "stopped",
+}
+
 # Shapes of JSON: a type (float: any finite number), a list of one shape, a tuple of shapes, or an
 # object's shapes by key. A key that ends in "?" may be absent or null, `...` stands for every key,
 # keys that are not listed are ignored.
