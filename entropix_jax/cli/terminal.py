@@ -41,7 +41,7 @@ _MARKS = {
     "inject": ("underline", "helv", "thought"),
     "backspace": ("reverse", "hehv", "step back"),
 }
-# What an arm does, in the legend. An arm that is not listed has its name there.
+# Actions of arms in the legend, which shows the name of any other arm.
 _DOES = {
     "argmax": "top token",
     "sample": "one draw",
