@@ -37,9 +37,9 @@ LIGHT = {"lelv": "", "helv": "#005faf bold", "lehv": "#af0087", "hehv": "#af5f00
 # Actions that mark tokens: the style, the regime whose colour they have where only actions are
 # coloured, and their name in the legend.
 _MARKS = {
-    "branch": ("italic", "lehv", "fork"),
+    "branch": ("italic", "lehv", "from a fork"),
     "inject": ("underline", "helv", "thought"),
-    "backspace": ("reverse", "hehv", "step back"),
+    "backspace": ("reverse", "hehv", "after a step back"),
 }
 # Actions of arms in the legend, which shows the name of any other arm.
 _DOES = {
@@ -50,7 +50,7 @@ _DOES = {
     "resample": "hot draw",
     "branch": "fork, keep the best",
     "backspace": "step back",
-    "adaptive": "best of several draws",
+    "adaptive": "one draw",
 }
 _PARTS = re.compile(r"\n|[^\S\n]+|\S+")
 _ANSWER = re.compile(rb"\x1b\]11;rgb:(\w{2})\w*/(\w{2})\w*/(\w{2})")
@@ -203,14 +203,18 @@ def print_legend(values: Mapping[str, Any] | None = None, *, actions: bool = Fal
     err = Console(stderr=True, highlight=False)
     if not err.is_terminal:
         return
-    arms = {r: str(values[f"arms.{r}"]) for r in REGIMES} if values else {}
-    own = {**_DOES, **({"inject": "thought"} if values and values["inject.thought"] else {})}
-    does = {regime: own.get(arm, arm) for regime, arm in arms.items()}
-    told = {r: f": {does[r]}" if len({*does.values()}) > 1 else "" for r in REGIMES}
-    entries = [Text.assemble((MEANINGS[r], palette()[r]), told[r]) for r in REGIMES]
+    arms, does = {}, dict(_DOES)
+    if values:
+        arms = {regime: str(values[f"arms.{regime}"]) for regime in REGIMES}
+        does |= {"inject": "thought"} if values["inject.thought"] else {}
+        draws = values["adaptive.draws"]
+        does |= {"adaptive": f"best of {draws} draws"} if draws > 1 else {}
+    done = {regime: f": {does.get(arm, arm)}" for regime, arm in arms.items()}
+    done = done if len({*done.values()}) > 1 else {}  # else the regimes do not differ
+    entries = [Text.assemble((MEANINGS[r], palette()[r]), done.get(r, "")) for r in REGIMES]
     entries = [] if actions else entries
     for arm, (mark, regime, name) in _MARKS.items():
-        if arm in arms.values() and (arm != "inject" or own["inject"] == name):
+        if arm in arms.values() and (arm != "inject" or does["inject"] == name):
             entries.append(Text(name, f"{palette()[regime]} {mark}" if actions else mark))
     err.print(fit(entries, "  ", err.width), soft_wrap=True)
 

@@ -105,14 +105,14 @@ def test_legend(terminal: Callable[..., Screen]) -> None:
     shown = screen.read()
     assert ESCAPE.sub("", shown) == (
         "certain: top token  undecided: warmer draw  forked: fork, keep the best\n"
-        "scattered: step back  between: best of several draws  fork  step back\n"
+        "scattered: step back  between: best of 16 draws  from a fork  after a step back\n"
     )
     assert "\x1b[1;38;2;95;175;215mundecided\x1b[0m: warmer draw" in shown
-    assert "\x1b[7mstep back\x1b[0m" in shown
+    assert "\x1b[7mafter a step back\x1b[0m" in shown
     thinks = load_sampler("entropix").with_values({"inject.thought": " Wait"}).values
     one_arm = load_sampler("greedy").values
     for given, actions, expected in (
-        (thinks, True, "fork  thought  step back\n"),
+        (thinks, True, "from a fork  thought  after a step back\n"),
         (one_arm, False, "certain  undecided  forked  scattered  between\n"),
         (None, False, "certain  undecided  forked  scattered  between\n"),
     ):
