@@ -100,6 +100,16 @@ def test_importing_is_cheap(modules: str, foreign: str) -> None:
     assert done.stdout == "set()\n"
 
 
+def test_wrong_names_are_reported_without_jax() -> None:
+    wrong = "--sampler entropi", "--model tini", "--set sampler.base.temprature=1", "--promt a"
+    code = "import sys\nfrom entropix_jax.__main__ import main\n"
+    code += "\n".join(f"main('generate --prompt a {one}'.split())" for one in wrong)
+    code += "\nprint('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+    assert done.stderr.count("did you mean") == len(wrong)
+
+
 def test_test_modules_share_code_only_through_support() -> None:
     for path in TESTS.rglob("*.py"):
         names = [n for n in imports_of(path) if re.match(r"tests\..*\b(test_|conftest)", n)]
