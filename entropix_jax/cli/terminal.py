@@ -61,9 +61,9 @@ _PATIENCE = 0.5  # seconds for an answer of the terminal
 def palette() -> Mapping[str, str]:
     """Returns the style of each regime for the terminal's background: as COLORFGBG says, else as
     the terminal answers, else dark."""
-    told = os.environ.get("COLORFGBG", "").rpartition(";")[2]
-    if told.isdecimal():
-        return LIGHT if told in ("7", "15") else DARK
+    code = os.environ.get("COLORFGBG", "").rpartition(";")[2]
+    if code.isdecimal():
+        return LIGHT if code in ("7", "15") else DARK
     found = _ANSWER.search(_ask_background())
     red, green, blue = (int(part, 16) for part in found.groups()) if found else (0, 0, 0)
     return LIGHT if 0.3 * red + 0.6 * green + 0.1 * blue > 128 else DARK

