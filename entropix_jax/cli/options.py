@@ -116,7 +116,8 @@ class ModelOptions:
 
     def with_settings(self, *settings: str) -> "ModelOptions":
         """Returns options with these settings of the sampler and no others."""
-        return replace(self, set=(settings,), **dict.fromkeys(_BASE))
+        base: dict[str, Any] = dict.fromkeys(_BASE)
+        return replace(self, set=(settings,), **base)
 
     def check_names(self) -> None:
         """Raises UserError for an unknown model, preset or setting. Imports no JAX."""

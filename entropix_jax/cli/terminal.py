@@ -203,7 +203,8 @@ def print_legend(values: Mapping[str, Any] | None = None, *, actions: bool = Fal
     err = Console(stderr=True, highlight=False)
     if not err.is_terminal:
         return
-    arms, does = {}, dict(_DOES)
+    arms: dict[str, str] = {}
+    does = dict(_DOES)
     if values:
         arms = {regime: str(values[f"arms.{regime}"]) for regime in REGIMES}
         does |= {"inject": "thought"} if values["inject.thought"] else {}

@@ -56,7 +56,8 @@ def check_key(key: str, where: str, known: Collection[str]) -> None:
 
 def check_names(name_or_path: str, settings: Iterable[str]) -> None:
     """Raises UserError for an unknown preset, or a key of no preset in the settings."""
-    known = set().union(*lineage("entropix").values()) - {"description"}  # the file has all keys
+    # The default's file has all keys.
+    known = {key for values in lineage("entropix").values() for key in values} - {"description"}
     name = next(iter(lineage(name_or_path))).stem
     for key, _ in map(parse_setting, settings):
         check_key(key, name, known)
