@@ -458,9 +458,9 @@ def test_the_page_classifies_like_the_sampler(
 
 def test_sentences_about_a_token(opened: Callable[..., Any]) -> None:
     """They say why a token is in its regime, and what the sampler did."""
-    high = "entropy 4.1 bits is above h2 = 3.7"
+    high = "Entropy 4.1 bits is above h2 = 3.7"
     low = "varentropy 2.0 bits² is below u1 = 5.0"
-    wide = "entropy 3.69 bits is below h2 = 3.70, varentropy 9.0 bits² is above u2 = 5.0"
+    wide = "Entropy 3.69 bits is below h2 = 3.70, varentropy 9.0 bits² is above u2 = 5.0"
     several = branching(3)["branches"]
     fork = {"action": "branch"}
     cases: list[tuple[str, tuple[float, float], dict[str, Any], str, str]] = [

@@ -40,7 +40,7 @@ export function tokenParts(token, { facts, place, shown, held, choose = null, cu
   const reason = reasonOf(token, facts);
   return [
     element("p", { class: "word", id: "details-word" }, quotedToken(token)),
-    element("p", { id: "why" }, regimeNode(token.regime), `: ${REGIMES[token.regime].says}${reason && `, since ${reason}`}.`),
+    element("p", { id: "why" }, regimeNode(token.regime), `: ${REGIMES[token.regime].says}. ${reason}`),
     shown === token.regime ? "" : element("p", { class: "what-if" }, `With your thresholds: ${regimeTitle(shown)}`),
     element("p", {}, ...(token.chosen ? [element("b", {}, "chosen"), " by the reader"] : [element("b", {}, token.action), `: ${deedOf(token, facts, place)}.`])),
     element("p", { class: "muted" }, "position ", numberNode(token.position), ", token id ", numberNode(token.token_id), held),

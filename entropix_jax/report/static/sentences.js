@@ -5,14 +5,15 @@ import { boundsOf, classify, keyOf, valuesOf } from "./regimes.js";
 
 const FIELDS = new Map(METRICS.flatMap(({ fields }) => fields).map(([name, label, unit]) => [name, [label, unit.startsWith("bits") ? ` ${unit}` : ""]]));
 
-// The bounds that put the token into its regime. "" if they do not, as with thresholds that moved during the run.
+// A sentence with the bounds that put the token into its regime. "" if they do not, as with thresholds that moved during the
+// run.
 export function reasonOf(token, facts) {
   const values = facts && valuesOf(facts);
   if (!facts || classify(token, boundsOf(facts.boxes, values)) !== token.regime) return "";
   const box = facts.boxes.find(({ regime }) => regime === token.regime);
   const conditions = (box ? [box] : facts.boxes).flatMap((one) => one.conditions);
   const quantities = [...new Set(conditions.map(({ quantity }) => quantity))];
-  return quantities.map((quantity) => {
+  const parts = quantities.map((quantity) => {
     const [label, unit] = FIELDS.get(quantity);
     const bounds = conditions.filter((one) => one.quantity === quantity).map((one) => [values[keyOf(one)], one.name]);
     const below = bounds.filter(([value]) => value < token[quantity]).sort(([a], [b]) => b - a)[0];
@@ -22,6 +23,7 @@ export function reasonOf(token, facts) {
     const sides = [below && `above ${told(below)}`, above && `below ${told(above)}`].filter(Boolean);
     return sides.length ? `${label} ${token[quantity].toFixed(digits)}${unit} is ${sides.join(" and ")}` : "";
   }).filter(Boolean).join(", ");
+  return parts && `${parts[0].toUpperCase()}${parts.slice(1)}.`;
 }
 
 const ACTIONS = {
