@@ -4,7 +4,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from entropix_jax.errors import UserError
+from entropix_jax.errors import UserError, nearest
 from entropix_jax.host.interrupts import exit_at_once
 from entropix_jax.version import __version__
 
@@ -15,7 +15,7 @@ COMMANDS = {
     "chat": ("chat.command", "chats in the terminal, and shows the uncertainty of each answer"),
     "batch": ("cli.batch", "generates texts for a file of prompts; a stopped run resumes"),
     "inspect": ("cli.inspect", "prints the uncertainty of a given text"),
-    "serve": ("serve.command", "serves a model with an OpenAI-compatible API"),
+    "serve": ("serve.command", "serves a model with an OpenAI-compatible API and a live page"),
     "ablate": ("lab.ablate", "compares settings of a sampler on tasks"),
     "evaluate": ("lab.evaluate", "compares samplers on tasks, each tuned with the same effort"),
     "pivots": ("lab.pivots", "finds the tokens that decide greedy answers"),
@@ -60,7 +60,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         print("\nentropix-jax COMMAND --help lists the options of a command.")
         return 0
     problem = f"no command '{name}'" if name else "no command given"
-    raise UserError(f"{problem} (known: {', '.join(COMMANDS)}; see entropix-jax --help)")
+    raise UserError(f"{problem}{nearest(name, [*COMMANDS])} (see entropix-jax --help)")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ COMMAND = re.compile(r"(scripts/|\.ci/|\.venv[a-z-]*/bin/|printf |for )")
 # Commands that take minutes, or a lot of memory.
 LONG = re.compile(
     r"scripts/(test|bench|devices|parity|train_tiny|demo|server_load)|\.ci/run"
-    r"|entropix_jax (ablate|evaluate)|calibrate --model smollm2"
+    r"|entropix[_-]jax (ablate|evaluate)|calibrate --model smollm2"
 )
 
 

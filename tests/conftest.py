@@ -26,7 +26,7 @@ os.environ["XLA_FLAGS"] = " ".join(filter(None, (*FLAGS, "--xla_cpu_use_fusion_e
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 
-from entropix_jax.model import loading  # noqa: E402
+from entropix_jax.model import find, loading  # noqa: E402
 from tests.support.browser import Watched  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -248,7 +248,7 @@ def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def _tiny_is_the_default() -> Iterator[None]:
     """Makes `tiny` the default model, even if another model is installed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "default_model", lambda: loading.TINY)
+        patch.setattr(find, "default_model", lambda: find.TINY)
         yield
 
 

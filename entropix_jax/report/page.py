@@ -20,20 +20,10 @@ from typing import Any
 from entropix_jax.errors import UserError
 from entropix_jax.host.files import check_apart, check_writable, replacing
 from entropix_jax.names import BOXES, MEANINGS, THRESHOLDS, read_condition
-from entropix_jax.report.reading import TraceReader
+from entropix_jax.report.reading import ENDS, TraceReader
 from entropix_jax.report.tokens import STATIC, draw, html_template, marks, style
 from entropix_jax.version import __version__
 
-_ENDS = {
-    None: "interruption",
-    "interrupt": "interruption",
-    "cancelled": "cancellation",
-    "eos": "end-of-text token",
-    "length": "token limit",
-    "confidence": "low confidence",
-    "context": "the model's context limit",
-    "stop": "stop string",
-}
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+\.js)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class)\b)", re.MULTILINE)
 _SHOWN = ("model", "sampler", "seed", "backend", "versions", "prompt", "messages")  # of a header
@@ -105,7 +95,7 @@ class _Reader(TraceReader):
                 "row": row,
                 "tokens": self.tokens[row],
                 "retracted": self.retracted[row],
-                "ended": _ENDS.get(end.get("finish_reason"), end.get("finish_reason")),
+                "ended": ENDS.get(reason := end.get("finish_reason") or "interrupt", reason),
                 "error": end.get("error"),
                 "forwards": end.get("forwards"),
             }

@@ -23,6 +23,17 @@ METRICS = """logprob entropy varentropy sequence_varentropy attn_entropy attn_en
     attn_varentropy agreement agreement_published interaction_strength confidence temperature top_p
     min_p""".split()
 _TABLES = "entropy", "varentropy", "attn_entropy_norm", "agreement"
+
+# Why a row ended, in words. Reasons that are not listed are shown as they are.
+ENDS = {
+    "eos": "end of text",
+    "length": "token limit",
+    "confidence": "low confidence",
+    "context": "context limit",
+    "stop": "stop string",
+    "interrupt": "stopped",
+    "cancelled": "stopped",
+}
 _TOKEN = {
     **dict.fromkeys(("row", "position", "token_id", "top_k", "forwards"), int),
     **dict.fromkeys(("text", "regime", "action"), str),

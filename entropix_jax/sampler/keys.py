@@ -17,6 +17,7 @@ from entropix_jax.errors import UserError, nearest
 from entropix_jax.host.shapes import fits
 from entropix_jax.names import BOXES, LARGEST, QUANTITIES, SERVED, THRESHOLDS, read_condition
 from entropix_jax.sampler.calibration import TABLES, Calibration, parse_percentile
+from entropix_jax.sampler.files import check_key
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.settings import (
@@ -33,10 +34,6 @@ Mechanisms = tuple[Mechanism, ...]
 
 THRESHOLD_KEYS = tuple(f"thresholds.{name}" for name in THRESHOLDS)
 REGIME_KEYS = tuple(f"regimes.{box}" for box in BOXES)
-# Removed keys, each with the hint of its error.
-OLD_KEYS = {
-    "thresholds.calibrated": 'thresholds are percentiles now, such as thresholds.h1 = "30%"',
-}
 
 
 @dataclass(frozen=True)
@@ -92,22 +89,12 @@ def defaults(mechanisms: Mechanisms = MECHANISMS) -> Mapping[str, Any]:
     return MappingProxyType(optional)
 
 
-def check_key(key: str, where: str, mechanisms: Mechanisms = MECHANISMS) -> None:
-    """Raises UserError, prefixed with `where`, for an unknown key."""
-    known = sorted(keys(mechanisms))
-    if key in OLD_KEYS:
-        raise UserError(f"{where}: '{key}' is no longer a sampler key: {OLD_KEYS[key]}")
-    if key not in known:
-        close = nearest(key, known, otherwise=" (docs/settings.md lists the keys)")
-        raise UserError(f"{where}: no sampler key '{key}'{close}")
-
-
 def check_values(
     values: Mapping[str, Any], where: str, mechanisms: Mechanisms = MECHANISMS
 ) -> None:
     """Raises UserError for an unknown key, or a value of the wrong type or out of range."""
     for name in values:
-        check_key(name, where, mechanisms)
+        check_key(name, where, keys(mechanisms))
     for name, value in values.items():
         key = keys(mechanisms)[name]
         if not key.fits(value):

@@ -30,7 +30,7 @@ from entropix_jax.engine.trace import header
 from entropix_jax.errors import UserError
 from entropix_jax.names import REGIMES
 from entropix_jax.report.page import regime_rule
-from entropix_jax.sampler.presets import preset_names
+from entropix_jax.sampler.files import preset_names
 from entropix_jax.serve.answers import Answer, Updates
 from entropix_jax.serve.guard import Guard
 from entropix_jax.serve.kept import RowStore

@@ -16,9 +16,10 @@ from entropix_jax.engine.running import check_request, find_no_token
 from entropix_jax.engine.search import Method, Search, recording_for
 from entropix_jax.errors import UserError, nearest
 from entropix_jax.model.loading import LanguageModel
+from entropix_jax.sampler.files import is_preset, preset_names
 from entropix_jax.sampler.keys import keys
 from entropix_jax.sampler.mechanisms import MECHANISMS
-from entropix_jax.sampler.presets import is_preset, load_sampler, preset_names
+from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.sampler.settings import MAX_BANS, MAX_BIASES
 from entropix_jax.serve.kept import continue_row

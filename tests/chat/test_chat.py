@@ -122,7 +122,7 @@ def test_a_scripted_conversation(chat: Chat, tiny: LanguageModel, sessions: list
     assert result.status == 0
     assert result.out == "".join(f"{text}\n" for text in (first, second, *again, other))
     one, two, three, four, back, five = result.err.splitlines()
-    assert re.fullmatch(r"\d+ tokens \(\d+ tok/s\) \| certain .* \| eos \| context 20/512", one)
+    assert re.fullmatch(r"\d+ tokens \(\d+ tok/s\) \| end of text \|.* \| context 20/512", one)
     assert "seed" not in two + five
     assert three.endswith(" | seed 1")
     assert four.endswith(" | seed 2")
@@ -327,7 +327,7 @@ def typist() -> Iterator[Typist]:
 
 def test_chat_on_a_terminal(typist: Typist) -> None:
     first = typist.type("", "> ")
-    assert "certain (LELV)" in first
+    assert "certain: top token  undecided: warmer draw  forked: fork, keep the best" in first
     assert "tiny, sampler entropix, context 512 tokens. /help lists the commands." in first
     answer = typist.type("Hello\n", "\n> ")
     assert "Hello! How can I help you?\n" in answer

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
-from rich.color import ColorSystem
+from rich.color import Color, ColorSystem
 from rich.style import Style
 
 from entropix_jax.cli.status import StatusLine
-from entropix_jax.cli.terminal import TextScreen, ask_person, means, print_legend, style_of, summary
+from entropix_jax.cli.terminal import (
+    DARK,
+    LIGHT,
+    TextScreen,
+    ask_person,
+    means,
+    palette,
+    print_legend,
+    summary,
+)
 from entropix_jax.engine.results import Row
 from entropix_jax.host.interrupts import deferred_interrupts
 from entropix_jax.names import REGIMES
+from entropix_jax.sampler.presets import load_sampler
 from tests.support.browser import contrast
 from tests.support.runs import unrun
 from tests.support.terminals import ESCAPE, Screen
@@ -31,6 +43,8 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Screen]]
     screens = []
 
     def make(**environment: str) -> Screen:
+        monkeypatch.delenv("COLORFGBG", raising=False)
+        palette.cache_clear()
         screens.append(Screen(monkeypatch, **environment))
         return screens[-1]
 
@@ -62,23 +76,48 @@ def test_colours_and_marks_on_a_terminal(terminal: Callable[..., Screen]) -> Non
     shown = screen.read()
     assert ESCAPE.sub("", shown) == PLAIN
     assert shown.startswith("Once\x1b["), "what is certain has the terminal's own colour"
-    assert "\x1b[38;2;0;144;104m upon\n\x1b[0m" in shown
-    assert "\x1b[1;4;38;2;0;114;178m Wait...\x1b[0m" in shown
+    assert "\x1b[38;2;0;175;135m upon\n\x1b[0m" in shown
+    assert "\x1b[1;4;38;2;95;175;215m Wait...\x1b[0m" in shown
     for action, code in (("branch", "3;"), ("inject", "4;"), ("backspace", "7;"), ("sample", "")):
         TextScreen().show("x", token("mid", action))
-        assert screen.read() == f"\x1b[{code}38;2;0;144;104mx\x1b[0m"
+        assert screen.read() == f"\x1b[{code}38;2;0;175;135mx\x1b[0m"
+
+
+def test_only_forks_and_steps_back_are_coloured(terminal: Callable[..., Screen]) -> None:
+    """A branch without a rival is no fork, and neither are the tokens that follow in it."""
+    screen = terminal(TERM="xterm-256color")
+    out = TextScreen(actions=True)
+    for number in (2, 1):
+        branches: Any = [{}] * number
+        for one in (branches, None):
+            out.show(str(number), record(regime="mid", action="branch", branches=one))
+    out.show("a", token("hehv"))
+    out.show("b", token("mid", "backspace"))
+    fork = "\x1b[3;38;5;175m2\x1b[0m"
+    assert screen.read() == f"{fork}{fork}11a\x1b[7;38;5;209mb\x1b[0m"
 
 
 def test_legend(terminal: Callable[..., Screen]) -> None:
-    screen = terminal(COLORTERM="truecolor", COLUMNS="120")
-    print_legend()
+    """It says what the sampler does, on lines of at most 80 columns, and what it marks."""
+    screen = terminal(COLORTERM="truecolor", COLUMNS="80")
+    values = load_sampler("entropix").values
+    print_legend(values)
     shown = screen.read()
     assert ESCAPE.sub("", shown) == (
-        "certain (LELV)  undecided (HELV)  forked (LEHV)  scattered (HEHV)  between (MID)  "
-        "branch  thought  step back\n"
+        "certain: top token  undecided: warmer draw  forked: fork, keep the best\n"
+        "scattered: step back  between: best of 16 draws  from a fork  after a step back\n"
     )
-    assert "\x1b[1;38;2;0;114;178mundecided\x1b[0m" in shown
-    assert "\x1b[7mstep back\x1b[0m" in shown
+    assert "\x1b[1;38;2;95;175;215mundecided\x1b[0m: warmer draw" in shown
+    assert "\x1b[7mafter a step back\x1b[0m" in shown
+    thinks = load_sampler("entropix").with_values({"inject.thought": " Wait"}).values
+    one_arm = load_sampler("greedy").values
+    for given, actions, expected in (
+        (thinks, True, "from a fork  thought  after a step back\n"),
+        (one_arm, False, "certain  undecided  forked  scattered  between\n"),
+        (None, False, "certain  undecided  forked  scattered  between\n"),
+    ):
+        print_legend(given, actions=actions)
+        assert ESCAPE.sub("", screen.read()) == expected
 
 
 @pytest.mark.parametrize("term", ["xterm-256color", "xterm-16color", "linux"])
@@ -102,7 +141,7 @@ def test_plain_text_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("regime", ["lelv", "mid"])
 def test_text_is_shown_unchanged(terminal: Callable[..., Screen], regime: str) -> None:
     """Markup, emoji names and spaces are kept, but control characters are replaced."""
-    screen = terminal(COLUMNS="30")
+    screen = terminal(COLUMNS="1000")
     for text in ("[bold]x[/bold] :smile:", "x " * 200, "  \n\n ", "a\tb", "日本"):
         TextScreen().show(text, token(regime))
         assert ESCAPE.sub("", screen.read()) == text
@@ -152,7 +191,7 @@ def test_ctrl_c_at_a_question_ends_the_run(
             ask_person(0, ["a", "b"])
 
 
-def test_summary() -> None:
+def test_summary(terminal: Callable[..., Screen]) -> None:
     """A fork with several branches counts once, for any length of its branch. A thought counts
     once, for any length."""
     several: Any = [{}, {}]
@@ -167,28 +206,100 @@ def test_summary() -> None:
         return Row(unrun([1], "0", 9), tokens, finish_reason=reason)
 
     rows = [row("lelv lelv mid", "sample argmax sample", "length"), row("hehv", "sample", "eos")]
-    assert summary([*rows, row("", "", "length")], 4.4) == (
-        "4 tokens (4 tok/s) | certain 50% undecided 0% forked 0% scattered 25% between 25% | "
-        "length, eos"
+    assert summary([*rows, row("", "", "length")], 4.4, "context 4/8") == (
+        "4 tokens (4 tok/s) | token limit, end of text | "
+        "certain 50% undecided 0% forked 0% scattered 25% between 25% | context 4/8"
     )
+    assert summary([row("", "", "interrupt")], 0) == "0 tokens | stopped"
     one = "branch branch sample inject inject sample backspace inject"
     two = "inject branch argmax branch backspace backspace"
     rows = [row("mid " * len(actions.split()), actions, "eos") for actions in (one, two)]
     shares = "certain 0% undecided 0% forked 0% scattered 0% between 100%"
-    assert summary(rows[:1], 0) == f"8 tokens | {shares} | 1 fork, 2 thoughts, 1 step back | eos"
-    assert summary(rows, 0) == f"14 tokens | {shares} | 3 forks, 3 thoughts, 3 steps back | eos"
+    parts = ("end of text", "1 fork, 2 thoughts, 1 step back", shares)
+    assert summary(rows[:1], 0) == " | ".join(["8 tokens", *parts])
+    assert summary(rows, 0).startswith(
+        "14 tokens | end of text | 3 forks, 3 thoughts, 3 steps back"
+    )
+    terminal(COLUMNS="80")
+    lines = summary(rows[:1], 100.0, "context 4096/4096", "seed 12").splitlines()
+    assert [line.partition(" ")[0] for line in lines] == ["8", "certain", "seed"]
+    assert max(map(len, lines)) <= 80
 
 
-@pytest.mark.parametrize("system", [ColorSystem.TRUECOLOR, ColorSystem.EIGHT_BIT])
-@pytest.mark.parametrize("background", [0.0, 255.0])
-def test_colours_have_enough_contrast(background: float, system: ColorSystem) -> None:
-    """WCAG requires a contrast of 3 for large or bold text."""
+@pytest.mark.parametrize(
+    ("styles", "background"),
+    [(DARK, "#000000"), (DARK, "#1e1e1e"), (DARK, "#282c34"), (LIGHT, "#ffffff")],
+)
+def test_colours_have_enough_contrast(styles: Mapping[str, str], background: str) -> None:
+    """The contrast that WCAG requires for text, on backgrounds of usual terminals. The colours are
+    those of 256, so that terminals with fewer than all have them, too."""
+    behind = Color.parse(background).get_truecolor()
     for regime in REGIMES:
-        colour = Style.parse(style_of(token(regime))).color
-        if colour is None:
-            continue
-        parts = [*map(float, colour.downgrade(system).get_truecolor())]
-        assert contrast(parts, [background] * 3) >= 3.0, regime
+        if (colour := Style.parse(styles[regime]).color) is not None:
+            shown = colour.downgrade(ColorSystem.EIGHT_BIT).get_truecolor()
+            assert shown == colour.get_truecolor()
+            assert contrast(shown, behind) >= 4.5, regime
+
+
+@pytest.mark.parametrize(
+    ("told", "answer", "expected"),
+    [
+        ("0;15", b"", LIGHT),
+        ("15;default;0", b"", DARK),
+        ("", b"\x1b]11;rgb:ffff/fafa/e0e0\x1b\\\x1b[?64c", LIGHT),
+        ("", b"\x1b]11;rgb:1e1e/1e1e/1e1e\x07\x1b[?1;2c", DARK),
+        ("", b"\x1b[?1;2c", DARK),
+    ],
+)
+def test_the_palette_follows_the_background(
+    terminal: Callable[..., Screen],
+    monkeypatch: pytest.MonkeyPatch,
+    told: str,
+    answer: bytes,
+    expected: Mapping[str, str],
+) -> None:
+    screen = terminal()
+    monkeypatch.setenv("COLORFGBG", told)
+    keyboard = os.fdopen(os.dup(screen.file.fileno()))
+    monkeypatch.setattr(sys, "stdin", keyboard)
+    replies = threading.Thread(target=screen.reply, args=(b"\x1b[c", answer))
+    if answer:
+        replies.start()
+    assert palette() == expected
+    if answer:
+        replies.join()
+    keyboard.close()
+
+
+def shown_lines(text: str) -> list[str]:
+    """Returns the lines of a terminal after a text with line breaks, and erasures at a cursor."""
+    lines, column = [""], 0
+    for part in re.findall(r"\x1b\[(\d+)D\x1b\[K|(\n)|([^\n\x1b])", ESCAPE.sub("", text)):
+        back, ends, letter = part
+        if ends:
+            lines, column = [*lines, ""], 0
+        column -= int(back or 0)
+        lines[-1] = lines[-1][:column] + letter
+        column += len(letter)
+    return lines
+
+
+@pytest.mark.parametrize("width", [6, 11, 30])
+def test_lines_break_at_spaces(terminal: Callable[..., Screen], width: int) -> None:
+    """Pieces are parts of words. A word longer than a line breaks."""
+    screen = terminal(COLUMNS=str(width))
+    out = TextScreen()
+    text = "The grizzled fisherman was not seen again.\n  He left, of course, alone"
+    for at in range(0, len(text), 3):
+        out.show(text[at : at + 3], token("mid" if at % 2 else "lelv"))
+    out.end_text()
+    lines = shown_lines(screen.read())
+    assert "".join("".join(lines).split()) == "".join(text.split())
+    words = {*text.split()}
+    for line in lines:
+        if width > 10:
+            assert len(line) < width
+            assert {*line.split()} <= words
 
 
 def test_means() -> None:

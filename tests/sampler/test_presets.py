@@ -22,7 +22,8 @@ from entropix_jax.sampler.calibration import (
     generic_calibration,
     read_calibration,
 )
-from entropix_jax.sampler.presets import is_preset, load_sampler, parse_setting, preset_names
+from entropix_jax.sampler.files import is_preset, parse_setting, preset_names
+from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import MAX_BANS, MAX_BIASES
 from tests.support.samplers import (
     CALIBRATION,

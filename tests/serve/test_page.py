@@ -125,6 +125,7 @@ def test_the_text_equals_the_servers_and_tokens_have_details(page: Any, running:
     top = each(page, ".alternatives tr", row)
     assert top == [[number, share] for number, _, share in expected[5]["top"]]
     assert page.locator("#details-body canvas").count() == 1
+    assert ". Entropy " in page.locator("#why").text_content()
     assert page.locator("#share-mid").text_content().endswith("%")
     legend = each(page, "#legend li", "node.textContent.replace(/ [0-9.]+ %$/, '')")
     assert legend == [f"{name} ({regime.upper()})" for regime, name in MEANINGS.items()]

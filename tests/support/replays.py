@@ -23,7 +23,8 @@ from entropix_jax.names import SERVED, THRESHOLDS
 from entropix_jax.replay.formulas import ARMS, RULES
 from entropix_jax.replay.model import ModelReader
 from entropix_jax.replay.state import Reading
-from entropix_jax.sampler.presets import load_sampler, preset_names
+from entropix_jax.sampler.files import preset_names
+from entropix_jax.sampler.presets import load_sampler
 from tests.support.samplers import EVERYTHING
 
 Json = dict[str, Any]

@@ -36,6 +36,13 @@ class Screen:
             shown += os.read(self._far, 1 << 16)
         return shown.removesuffix(end).decode().replace("\r\n", "\n")
 
+    def reply(self, request: bytes, answer: bytes) -> None:
+        """Waits for a request of the program and types the terminal's answer."""
+        asked = b""
+        while request not in asked:
+            asked += os.read(self._far, 1 << 16)
+        os.write(self._far, answer)
+
     def close(self) -> None:
         self.file.close()
         os.close(self._far)

@@ -1,8 +1,10 @@
 // The metrics of the selected token, and the glossary.
 
 import { byId, element } from "./dom.js";
-import { ACTIONS, METRICS, number, numberNode, percent, quoted, quotedToken, regimeNode } from "./format.js";
-import { regimeTitle } from "./regimes.js";
+import { METRICS, number, numberNode, percent, quoted, quotedToken, regimeNode } from "./format.js";
+import { REGIMES, regimeTitle } from "./regimes.js";
+import { deedOf, reasonOf } from "./sentences.js";
+import { placeOf } from "./texts.js";
 
 function row(label, cells, attributes = {}) {
   return element("tr", attributes, element("th", { scope: "row" }, ...[label].flat()), ...cells.map((cell) => (cell.tagName === "TD" ? cell : element("td", {}, cell))));
@@ -11,13 +13,19 @@ function row(label, cells, attributes = {}) {
 export function showDetails(texts) {
   texts.on("token bounds", () => {
     const { token } = texts.side;
-    const parts = tokenParts(token, { shown: texts.regimeOf(token), held: texts.pinned ? " · held (click or Esc releases)" : "" });
-    byId("details-body").replaceChildren(...parts, element("table", { class: "columns" }, ...metricRows(token)));
+    const parts = tokenParts(token, { facts: texts.facts, place: placeOf(texts.side, token), shown: texts.regimeOf(token), held: texts.pinned ? " · held (click or Esc releases)" : "" });
+    byId("details-body").replaceChildren(...parts, allMetrics(token));
     if (texts.pinned) byId("announcement").textContent = announcement(token);
   });
 }
 
-export function metricRows(token) {
+let unfolded = false; // whether the reader wants to see all metrics
+
+export function allMetrics(token) {
+  return element("details", { open: unfolded, ontoggle: (event) => (unfolded = event.target.open) }, element("summary", {}, "All metrics"), element("table", { class: "columns" }, ...metricRows(token)));
+}
+
+function metricRows(token) {
   return METRICS.map(({ title, fields }) => element("tbody", {},
     element("tr", {}, element("th", { scope: "rowgroup", class: "rowgroup", colspan: 3 }, title)),
     ...fields.map(([name, label, unit, meaning]) => row(label,
@@ -25,14 +33,16 @@ export function metricRows(token) {
       { "data-field": name, title: unit ? `${meaning}; ${unit}` : meaning }))));
 }
 
-// `shown`: its regime by the current thresholds; `choose`: called with an alternative that replaces the token. `current`:
-// the id of the token that the text has in this place.
-export function tokenParts(token, { shown, held, choose = null, current = null }) {
+// `facts`: the run's sampler, if known; `place`: the number of tokens before it; `shown`: its regime by the current
+// thresholds; `choose`: called with an alternative that replaces the token. `current`: the id of the token that the text has
+// in this place.
+export function tokenParts(token, { facts, place, shown, held, choose = null, current = null }) {
+  const reason = reasonOf(token, facts);
   return [
     element("p", { class: "word", id: "details-word" }, quotedToken(token)),
-    element("p", {}, regimeNode(token.regime)),
+    element("p", { id: "why" }, regimeNode(token.regime), `: ${REGIMES[token.regime].says}. ${reason}`),
     shown === token.regime ? "" : element("p", { class: "what-if" }, `With your thresholds: ${regimeTitle(shown)}`),
-    element("p", {}, ...(token.chosen ? [element("b", {}, "chosen"), " by the reader"] : [element("b", {}, token.action), `: ${ACTIONS[token.action] ?? "a custom arm"}`])),
+    element("p", {}, ...(token.chosen ? [element("b", {}, "chosen"), " by the reader"] : [element("b", {}, token.action), `: ${deedOf(token, facts, place)}.`])),
     element("p", { class: "muted" }, "position ", numberNode(token.position), ", token id ", numberNode(token.token_id), held),
     ...notes(token).map((text) => element("p", { class: "note" }, text)),
     alternatives(token, choose, current),
@@ -44,7 +54,6 @@ function notes(token) {
   if (token.type === "retracted") found.push(token.replacement ? `Retracted. Replaced by ${quotedToken(token.replacement)}.` : "Retracted.");
   if (token.replaced?.length) found.push(`Replaces ${token.replaced.map(quotedToken).join(", ")}, retracted.`);
   if (token.loop) found.push("The text was repeating itself. The loop guard chose the arm.");
-  if (token.branches) found.push(`Candidates of the fork: ${token.branches.length}, see Branches.`);
   return found;
 }
 

@@ -32,20 +32,6 @@ export const METRICS = [
   ] },
 ];
 
-export const ACTIONS = {
-  argmax: "took the most likely token",
-  inject: "injected a thought into the text",
-  explore: "sampled once, at a raised temperature",
-  branch: "rolled out several continuations and kept the best",
-  resample: "sampled once, at a high temperature",
-  backspace: "stepped back: retracted a token and sampled again",
-  adaptive: "sampled several candidates and kept the most likely one",
-  sample: "sampled once",
-  think_end: "ended the thinking section, because the model was certain for several tokens",
-  phrases: "retracted a banned phrase and sampled again",
-  budget_forcing: "extended or ended the thinking section",
-};
-
 export function number(value) {
   if (value == null) return "–";
   if (Number.isInteger(value)) return String(value);

@@ -1,11 +1,11 @@
-// The regimes: names, plot symbols, and the sampler's rule that classifies a token.
+// The regimes: names, what they say about the model, plot symbols, and the sampler's rule that classifies a token.
 
 export const REGIMES = {
-  lelv: { name: "certain", acronym: "LELV", symbol: "circle" },
-  helv: { name: "undecided", acronym: "HELV", symbol: "square" },
-  lehv: { name: "forked", acronym: "LEHV", symbol: "diamond" },
-  hehv: { name: "scattered", acronym: "HEHV", symbol: "x" },
-  mid: { name: "between", acronym: "MID", symbol: "triangle-up" },
+  lelv: { name: "certain", acronym: "LELV", says: "one likely token", symbol: "circle" },
+  helv: { name: "undecided", acronym: "HELV", says: "many tokens, about equally likely", symbol: "square" },
+  lehv: { name: "forked", acronym: "LEHV", says: "a favourite and rivals", symbol: "diamond" },
+  hehv: { name: "scattered", acronym: "HEHV", says: "no clear favourite, and unevenly likely tokens", symbol: "x" },
+  mid: { name: "between", acronym: "MID", says: "moderately certain", symbol: "triangle-up" },
 };
 
 export const regimeTitle = (regime) => `${REGIMES[regime].name} (${REGIMES[regime].acronym})`;

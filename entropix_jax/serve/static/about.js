@@ -2,7 +2,7 @@
 
 import { bestFirst } from "./branches.js";
 import { byId, element, themeColours } from "./dom.js";
-import { metricRows, tokenParts } from "./details.js";
+import { allMetrics, tokenParts } from "./details.js";
 import { number, quoted } from "./format.js";
 
 // Replaces the shown details. The focus stays in the panel.
@@ -13,14 +13,14 @@ export function showDetails(...nodes) {
   if (focused) body.focus({ preventScroll: true });
 }
 
-// `choose(tokens, text)` regenerates the text with these tokens in the token's place; null without kept rows. `current`: the
+// `place` and `facts`: see `tokenParts`. `choose(tokens, text)` regenerates the text with these tokens in the token's place; null without kept rows. `current`: the
 // id of the token that the text has there.
-export function showToken(token, { shown, held, choose, current }) {
+export function showToken(token, { facts, place, shown, held, choose, current }) {
   showDetails(
-    ...tokenParts(token, { shown, held: held ? " · held (click or Esc releases)" : "", choose, current }),
+    ...tokenParts(token, { facts, place, shown, held: held ? " · held (click or Esc releases)" : "", choose, current }),
     ...(token.branches ? [branches(token, choose)] : []),
     ...(token.layers ? [heads(token.layers)] : []),
-    element("details", {}, element("summary", {}, "All metrics"), element("table", { class: "columns" }, ...metricRows(token))),
+    allMetrics(token),
   );
 }
 

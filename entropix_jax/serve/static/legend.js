@@ -7,7 +7,7 @@ import { REGIMES, occupancy } from "./regimes.js";
 export class Legend {
   constructor(list) {
     this.shares = new Map(Object.keys(REGIMES).map((regime) => [regime, element("span", { class: "share", id: `share-${regime}` })]));
-    list.append(...[...this.shares].map(([regime, share]) => element("li", {}, regimeNode(regime), " ", share)));
+    list.append(...[...this.shares].map(([regime, share]) => element("li", { title: REGIMES[regime].says }, regimeNode(regime), " ", share)));
   }
 
   // Counts the tokens of another text.

@@ -91,8 +91,9 @@ export class Sides {
 
   describe({ node, held }, token) {
     this.pointed = true;
-    const current = node.tokens[placeOf(node, token)]?.token_id;
-    showToken(token, { shown: this.regimeOf(token), held, choose: this.chooserOf(node, token), current });
+    const [place, { facts }] = [placeOf(node, token), node];
+    const current = node.tokens[place]?.token_id;
+    showToken(token, { facts, place, shown: this.regimeOf(token), held, choose: this.chooserOf(node, token), current });
   }
 
   // Looks for the place where the texts diverge, from the end of the known common prefix.

@@ -1,0 +1,63 @@
+// Sentences about a token: why it is in its regime, and what the sampler did.
+
+import { METRICS, number } from "./format.js";
+import { boundsOf, classify, keyOf, valuesOf } from "./regimes.js";
+
+const FIELDS = new Map(METRICS.flatMap(({ fields }) => fields).map(([name, label, unit]) => [name, [label, unit.startsWith("bits") ? ` ${unit}` : ""]]));
+
+// A sentence with the bounds that put the token into its regime. "" if they do not, as with thresholds that moved during the
+// run.
+export function reasonOf(token, facts) {
+  const values = facts && valuesOf(facts);
+  if (!facts || classify(token, boundsOf(facts.boxes, values)) !== token.regime) return "";
+  const box = facts.boxes.find(({ regime }) => regime === token.regime);
+  const conditions = (box ? [box] : facts.boxes).flatMap((one) => one.conditions);
+  const quantities = [...new Set(conditions.map(({ quantity }) => quantity))];
+  const parts = quantities.map((quantity) => {
+    const [label, unit] = FIELDS.get(quantity);
+    const bounds = conditions.filter((one) => one.quantity === quantity).map((one) => [values[keyOf(one)], one.name]);
+    const below = bounds.filter(([value]) => value < token[quantity]).sort(([a], [b]) => b - a)[0];
+    const above = bounds.filter(([value]) => value > token[quantity]).sort(([a], [b]) => a - b)[0];
+    const digits = [1, 2, 3, 4, 5].find((count) => [below, above].every((bound) => !bound || bound[0].toFixed(count) !== token[quantity].toFixed(count))) ?? 6;
+    const told = ([value, name]) => `${name ? `${name} = ` : ""}${value.toFixed(digits)}`;
+    const sides = [below && `above ${told(below)}`, above && `below ${told(above)}`].filter(Boolean);
+    return sides.length ? `${label} ${token[quantity].toFixed(digits)}${unit} is ${sides.join(" and ")}` : "";
+  }).filter(Boolean).join(", ");
+  return parts && `${parts[0].toUpperCase()}${parts.slice(1)}.`;
+}
+
+const ACTIONS = {
+  argmax: "took the most likely token",
+  inject: "injected a thought into the text",
+  branch: "rolled out several continuations and kept the best",
+  backspace: "stepped back: retracted a token and sampled again",
+  adaptive: "sampled several candidates and kept the most likely one",
+  think_end: "ended the thinking section, because the model was certain for several tokens",
+  phrases: "retracted a banned phrase and sampled again",
+  budget_forcing: "extended or ended the thinking section",
+};
+
+// Why an arm did something else.
+const INSTEAD = {
+  backspace: () => "no token before it was in doubt, so none was taken back",
+  branch: () => "the row has no forks left",
+  inject: (settings) => (settings["inject.thought"]?.length ? "no thought was due" : null),
+};
+
+// `place`: the number of tokens before it.
+export function deedOf(token, facts, place) {
+  const settings = facts?.parameters ?? facts?.sampler ?? {};
+  const candidates = token.branches?.length;
+  if (token.action === "branch") {
+    if (!candidates) return "follows the candidate before it";
+    return candidates > 1 ? `forked: continued ${candidates} candidates and kept the best` : "one candidate: no fork";
+  }
+  const draws = settings["adaptive.draws"];
+  const once = ["sample", "explore", "resample"].includes(token.action) && `sampled once, at temperature ${token.temperature.toFixed(2)}`;
+  const done = once || (token.action === "adaptive" && draws > 1 ? `drew ${draws} candidates and kept the most likely one` : ACTIONS[token.action] ?? "a custom arm");
+  const arm = settings[`arms.${token.regime}`];
+  if (arm === token.action || token.loop) return done;
+  if (place < settings["start.tokens"] && token.action === settings["arms.start"]) return `${done}, as for the first ${number(settings["start.tokens"])} tokens in any regime`;
+  const why = INSTEAD[arm]?.(settings);
+  return why ? `${why}: ${done}` : done;
+}
