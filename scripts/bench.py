@@ -60,9 +60,10 @@ from entropix_jax.host.compile_cache import use_compilation_cache
 from entropix_jax.host.heap import reuse_memory
 from entropix_jax.model.cache import KVCache, cache_dtype, init_cache
 from entropix_jax.model.config import ModelConfig
+from entropix_jax.model.find import TINY
 from entropix_jax.model.linear import Weight, arranged, quantized
 from entropix_jax.model.llama import forward, unembed
-from entropix_jax.model.loading import TINY, load
+from entropix_jax.model.loading import load
 from entropix_jax.model.params import Params, init_params
 from entropix_jax.model.precision import ACTIVATIONS, AUTO, INT8, Precision, choose_precision
 from entropix_jax.sampler.calibration import generic_calibration
@@ -486,8 +487,7 @@ def main() -> int:
             use_compilation_cache()
         if args.kind in ("step", "prefill"):
             figures.machine = describe_machine()
-            both = figures.machine["platform"] == "cpu"
-            args.weights = args.weights or TYPES[: 2 if both else 1]
+            args.weights = args.weights or TYPES[: 1 + (figures.machine["platform"] == "cpu")]
         with tempfile.TemporaryDirectory() as scratch:
             measure(args, figures, Path(scratch))
     figures.print_table()

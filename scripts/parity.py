@@ -29,7 +29,8 @@ from entropix_jax.engine.generation import Generation
 from entropix_jax.engine.preparation import calibrate_sampler
 from entropix_jax.engine.results import Request
 from entropix_jax.host.resources import resource_folder
-from entropix_jax.model.loading import SMOLLM2, TINY, LanguageModel, load, open_model, resolve_model
+from entropix_jax.model.find import SMOLLM2, TINY
+from entropix_jax.model.loading import LanguageModel, load, open_model, resolve_model
 from entropix_jax.sampler.presets import load_sampler
 
 try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,8 +36,7 @@ from entropix_jax.sampler.calibration import read_calibration
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.text.tokenizer import Tokenizer, load_tokenizer
-from tests.conftest import TIMES
-from tests.model.test_gguf import FAMILIES, write
+from tests.support.gguf_files import FAMILIES, write
 from tests.support.models import load_params
 from tests.support.properties import examples
 from tests.support.reports import footer, header, lines_of, run_of
@@ -396,7 +396,7 @@ def refused(path: Path, read: Callable[[Path], object], data: bytes) -> bool:
 @pytest.fixture
 def traced_memory() -> Iterator[None]:
     """Traces memory in a thorough run, which takes three times as long."""
-    if TIMES:
+    if os.environ.get("ENTROPIX_THOROUGH"):
         tracemalloc.start()
     yield
     tracemalloc.stop()

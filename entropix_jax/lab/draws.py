@@ -10,7 +10,8 @@ from typing import Any
 
 from entropix_jax.errors import UserError
 from entropix_jax.host.shapes import fits
-from entropix_jax.sampler.keys import check_key, check_values, keys
+from entropix_jax.sampler.files import check_key
+from entropix_jax.sampler.keys import check_values, keys
 from entropix_jax.sampler.sampler import Sampler
 
 _MAX_TRIES = 1000  # for one draw that differs from all before
@@ -69,7 +70,7 @@ def _axis(key: str, values: Any, sampler: Sampler, where: str) -> Callable[[Rand
     Raises:
         UserError: neither a list nor a range, or an invalid value of the key.
     """
-    check_key(key, where, sampler.mechanisms)
+    check_key(key, where, keys(sampler.mechanisms))
 
     def check(ends: list[Any]) -> None:
         for value in ends:

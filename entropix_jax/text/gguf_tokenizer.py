@@ -70,8 +70,8 @@ def read_tokenizer(
 
     for name, shape in _LISTS.items():
         if name in own and not fits(own[name], shape):
-            kind = {int: "integers", float: "numbers"}[shape[0]]
-            raise UserError(f"{path}: '{prefix}{name}' must be a list of {kind}")
+            items = {int: "integers", float: "numbers"}[shape[0]]
+            raise UserError(f"{path}: '{prefix}{name}' must be a list of {items}")
 
     # Named tokens, and the chat template.
     settings: dict[str, Any] = {"chat_template": metadata.get("tokenizer.chat_template")}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -22,82 +21,17 @@ from entropix_jax.errors import Note, UserError
 from entropix_jax.model import gguf as reader
 from entropix_jax.model.cache import init_cache
 from entropix_jax.model.checkpoint import ModelFiles, read_params
-from entropix_jax.model.config import ModelConfig, RopeDivisors
+from entropix_jax.model.config import RopeDivisors
 from entropix_jax.model.gguf import open_gguf
 from entropix_jax.model.loading import load, open_model, resolve_model
-from entropix_jax.model.params import Params, param_specs
+from entropix_jax.model.params import Params
 from entropix_jax.model.rope import inverse_frequencies
+from tests.support.gguf_files import FAMILIES, config_of, write
 from tests.support.model_folders import refusal
 from tests.support.models import logits_of, random_params, run, tiny_config
-from tests.support.tokenizers import TEXTS, vocabulary, vocabulary_metadata
+from tests.support.tokenizers import TEXTS, vocabulary
 
-NONE: Mapping[str, Any] = {}
 KINDS: Any = gguf.GGMLQuantizationType
-FAMILIES: Mapping[str, Mapping[str, Any]] = {
-    "llama": {"tied_head": False},
-    "qwen2": {"qkv_bias": True},
-    "qwen3": {"qk_norm": True},
-    "smollm3": {"layers_without_rope": (3,), "num_layers": 4},
-}
-
-
-def config_of(family: str) -> ModelConfig:
-    changes = {
-        "vocab_size": len(vocabulary_metadata()["tokenizer.ggml.tokens"]),
-        "rope_scaling": None,
-    }
-    return tiny_config(**changes, dtype="bfloat16", **FAMILIES[family])
-
-
-def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Returns the rows of each head in the order of llama.cpp's converter."""
-    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-
-
-def write(
-    path: Path,
-    family: str = "llama",
-    changes: Mapping[str, Any] = NONE,
-    tensors: Mapping[str, np.ndarray | None] = NONE,
-) -> Path:
-    """Writes a small model with changed metadata and tensors. `.x` is a key of the family, `...`
-    and None remove a key or tensor."""
-    config = config_of(family)
-    own = {
-        "block_count": config.num_layers,
-        "context_length": config.max_positions,
-        "embedding_length": config.width,
-        "feed_forward_length": config.mlp_width,
-        "attention.head_count": config.num_heads,
-        "attention.head_count_kv": config.num_kv_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": config.norm_eps,
-        "rope.freq_base": config.rope_theta,
-    }
-    metadata = {f".{name}": value for name, value in own.items()} | vocabulary_metadata()
-    metadata["tokenizer.chat_template"] = "{{ messages[0]['content'] }}<|im_end|>"
-    specs, params = jax.tree.leaves(param_specs(config)), random_params(config)
-    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, family.upper()), config.num_layers)
-    stored: dict[str, np.ndarray | None] = {}
-    for spec, leaf in zip(specs, jax.tree.leaves(params), strict=True):
-        values = np.asarray(leaf)
-        if family in ("llama", "smollm3") and ("q_proj" in spec.name or "k_proj" in spec.name):
-            values = interleaved(values, len(values) // config.head_dim)
-        stored[str(names.get_name(spec.name, try_suffixes=(".weight", ".bias")))] = values
-    writer = gguf.GGUFWriter(path, family)
-    for name, value in {**metadata, **changes}.items():
-        if value is not ...:
-            key = f"{family}{name}" if name.startswith(".") else name
-            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-    for name, tensor in {**stored, **tensors}.items():
-        if tensor is not None:
-            writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def leaves(params: Params) -> list[np.ndarray]:
