@@ -158,7 +158,7 @@ def count_rounds(v: Settings, tokens: Sequence[int], generated: int) -> int:
 
 
 def as_configured(
-    v: Settings, metrics: Metrics, bounds: Sequence[float], vocab_size: int
+    v: Settings, metrics: Metrics, bounds: Sequence[float] | np.ndarray, vocab_size: int
 ) -> dict[str, float]:
     """Returns the metrics as the arms read them, with the thresholds h2 and u2."""
     entropy = {"normalised": "attn_entropy_norm", "raw": "attn_entropy"}[v["metrics.attn_entropy"]]

@@ -520,8 +520,11 @@ def run_schedules(model: LanguageModel, schedules: Sequence[Schedule]) -> list[l
         if kept < row.budget:
             started.append((row, kept))
     again = fresh_rows(model, [(row.request, row.tokens[:n], row.rewinds) for row, n in started])
-    # Hardly any row depends on rounding.
-    assert sum(not is_same(row, other) for (row, _), other in zip(started, again, strict=True)) < 2
+    # Few rows depend on rounding.
+    others = [
+        row for (row, _), other in zip(started, again, strict=True) if not is_same(row, other)
+    ]
+    assert len(others) <= len(started) // 50
     return [*families.values()]
 
 
