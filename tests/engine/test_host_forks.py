@@ -485,7 +485,7 @@ class Schedule:
             plain.retracted += len(plain.tokens) - kept
             plain.forced, one = [], row
             del plain.tokens[kept:]
-        elif row.finish_reason is not None:
+        elif row.finish_reason is not None or not ahead:
             return
         else:
             one = row
@@ -520,11 +520,8 @@ def run_schedules(model: LanguageModel, schedules: Sequence[Schedule]) -> list[l
         if kept < row.budget:
             started.append((row, kept))
     again = fresh_rows(model, [(row.request, row.tokens[:n], row.rewinds) for row, n in started])
-    # Few rows depend on rounding.
-    others = [
-        row for (row, _), other in zip(started, again, strict=True) if not is_same(row, other)
-    ]
-    assert len(others) <= len(started) // 50
+    # Hardly any row depends on rounding.
+    assert sum(not is_same(row, other) for (row, _), other in zip(started, again, strict=True)) < 2
     return [*families.values()]
 
 
