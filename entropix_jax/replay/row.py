@@ -41,10 +41,9 @@ class Row(RowState):
 
     def run(self) -> None:
         """Replays all lines of the row. Raises Doubt at the first that does not follow."""
-        moves = [*self.request["moves"]]
         while True:
-            while moves and moves[0]["lines"] == self.at:
-                self.move(moves.pop(0))
+            while self.is_moved():
+                self.move(self.moves.pop(0))
             is_open = any(entry.line["type"] == "retracted" for entry in self.live)
             if self.reason is not None or not (is_open or self.at < len(self.lines)):
                 break
@@ -390,6 +389,10 @@ class Row(RowState):
                 raise Doubt(line, "fork", name, record.get(name), other.get(name))
             self.add(replace(entry, line=line))
 
+    def is_moved(self) -> bool:
+        """Whether the caller moves the row before its next line, perhaps within a branch."""
+        return len(self.moves) > 0 and self.moves[0]["lines"] == self.at
+
     def move(self, move: Mapping[str, Any]) -> None:
         """Moves the row as its caller did: back, to other random numbers, or to forced tokens."""
         self.retract(move["kept"])
@@ -441,6 +444,8 @@ class Row(RowState):
             self.tally.states["branch.forwards"] += 0 if left else evaluated
             self.commit(token, plan, seen, **extra)
             extra = {}
+            if self.is_moved():
+                return
             if left:
                 line_here = self.line_here()
                 seen = self.observe(self.tokens, self.tally, [], -1, line_here) or seen

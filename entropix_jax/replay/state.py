@@ -141,6 +141,7 @@ class RowState:
         self.at = self.forwards = self.rewindable = self.reach = 0
         self.rounded = self.retracted = 0
         self.reason: str | None = None
+        self.moves = [*self.request["moves"]]  # that are to come
         self.choice: Mapping[str, Any] = {}  # fields of a branch that is committed by force
         self.near = False  # whether rounding decided in this step
         # The last tokens that were read, of the row and of a branch.
