@@ -318,7 +318,7 @@ THRESHOLDS = {"thresholds.h1": 0.5, "thresholds.h2": 1.2, "thresholds.u1": 0.5}
 FORKING = {"thresholds.u2": 0.5} | THRESHOLDS
 SEARCHES = (
     *(("dts", True), ("self-consistency", True), ("best-of-n", False)),
-    *(("dts-greedy", False), ("dts-matched", True), ("dts", False)),
+    *(("dts-greedy", False), ("weighted-vote", True), ("dts", False)),
 )
 
 
