@@ -378,7 +378,7 @@ def test_searches(client: openai.OpenAI, tiny: LanguageModel, running: Running) 
             assert ids(again.entropix["tokens"]) == [row.tokens[-1].token_id]
         assert told["row"] == told["continuations"][outcome.chosen]["row"]
         rows += len(outcome.rows) * 2
-        assert case[0] in ("self-consistency", "best-of-n") or forks
+        assert case[0] in ("self-consistency", "best-of-n", "weighted-vote") or forks
     # The counting run of `dts-matched` has rows, too.
     assert running.worker.finished.total() - before >= rows + 4
     *parts, last = find("dts", True, stream=True, stream_options={"include_usage": True})
