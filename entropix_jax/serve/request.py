@@ -32,7 +32,6 @@ _DEFAULT_TOKENS = 16  # of a completion, as in the API
 _DEFAULT_FORKS = 8
 _BAN = -100.0  # the bias that bans a token
 PLAIN, GREEDY = "temperature", "greedy"  # presets
-_ROLES = {"developer": "system"}
 _MIN_TOP_P = keys()["base.top_p"].low
 _SETTINGS = {
     "temperature": "base.temperature",
@@ -281,17 +280,16 @@ def chat_request(served: ServedModel, body: Chat) -> GenerationRequest:
     if body.entropix.begin is not None:
         message = "entropix.from: only /v1/completions continues rows"
         raise unsupported("entropix.from", message)
-    messages = [{**m, "role": _ROLES.get(m["role"], m["role"])} for m in body.messages]
     tokens = served.model.tokenizer.apply_chat(
-        messages,
+        body.messages,
         variables=body.chat_template_kwargs,
-        begun=messages[-1]["role"] == "assistant",
+        begun=body.messages[-1]["role"] == "assistant",
         escape=body.entropix.escape_special is not False,
     )
     budget = body.max_completion_tokens or body.max_tokens or served.context
     _check_prompt(served, tokens, budget)
     top = (body.top_logprobs or 0) if body.logprobs else None
-    return _new_rows(served, body, [Prompt(tokens)], budget, top, messages=messages)
+    return _new_rows(served, body, [Prompt(tokens)], budget, top, messages=body.messages)
 
 
 def _new_rows(
