@@ -75,7 +75,7 @@ class Sampler:
             UserError: a key is unknown, a value has the wrong type or is out of range, or nothing
                 can lie between the bounds. Percentiles are checked once they are resolved.
         """
-        check_values(changes, self.name, self.mechanisms)
+        changes = check_values(changes, self.name, self.mechanisms)
         changed = replace(self, changes={**self.changes, **changes})
         check_whole(changed.values, self.name, self.mechanisms)
         return changed
