@@ -142,6 +142,7 @@ def test_warnings_contain_unknown_keys(ask: Ask, path: str) -> None:
     found = ask("POST", path, json=body).json()["warnings"]
     ignored = "is unknown and was ignored"
     assert found == [f"'cache_prompt' {ignored}", f"'mirostat_tau' {ignored}"]
+    assert ask("POST", RESPONSES, json=PATHS[RESPONSES] | {"top_logprobs": 2}).json()["warnings"]
 
 
 @pytest.mark.parametrize(("path", "name", "value"), UNSUPPORTED)
@@ -224,6 +225,8 @@ def test_errors_contain_unsupported_keys(ask: Ask, path: str, name: str, value: 
         (CHATS, {"chat_template_kwargs": {"messages": []}}, "variable 'messages' cannot be set"),
         (RESPONSES, {"input": 5}, "input: must be a text or a list of messages"),
         (RESPONSES, {"input": [{"type": "function_call"}]}, "input: item 0 of type 'func"),
+        (RESPONSES, {"input": [{"role": "x", "content": ""}]}, "input: message 1: unknown role"),
+        (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens: Input should be greater"),
         (RESPONSES, {"text": 1}, "text: Input should be a valid dictionary"),
         (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format: type"),
         (CHATS, {"top_logprobs": 2}, "top_logprobs requires logprobs"),
