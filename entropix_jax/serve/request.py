@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from itertools import pairwise
 from typing import Any
 
 from entropix_jax.engine.methods import find_method
@@ -128,18 +129,18 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, and its text if the answer repeats it."""
+    """A prompt, its text if the answer repeats it, and where each token begins in a given text."""
 
     tokens: Sequence[int]
     text: str = ""
+    offsets: Sequence[int] | None = None
 
     def texts(self, tokenizer: Tokenizer) -> list[str]:
-        """Returns what each token adds to the text. A beginning-of-text token adds nothing, unless
-        the text names it."""
-        first = tokenizer.token_string(self.tokens[0]) or ""
-        is_added = self.tokens[0] == tokenizer.bos_id and not self.text.startswith(first)
-        stream = tokenizer.stream(skip_special=False)  # the text begins after an added token
-        return [*[""] * is_added, *map(stream.push, self.tokens[is_added:])]
+        """Returns what each token adds to the text."""
+        if self.offsets is None:
+            return [*map(tokenizer.stream(skip_special=False).push, self.tokens)]
+        bounds = pairwise([0, *self.offsets[1:], len(self.text)])
+        return [self.text[start:end] for start, end in bounds]
 
 
 @dataclass(frozen=True)
@@ -221,13 +222,13 @@ def completion_request(served: ServedModel, body: Completion) -> GenerationReque
     if budget == 0 and not body.echo:
         raise ApiError("max_tokens: 0 requires echo", param="max_tokens")
     tokenizer, prompts = served.model.tokenizer, []
-    encode = partial(tokenizer.encode, add_bos=True, escape=bool(body.entropix.escape_special))
+    encode = partial(tokenizer.encode_offsets, escape=bool(body.entropix.escape_special))
     for given in body.prompt:
         is_text = isinstance(given, str)
-        tokens = encode(given) if is_text else given
+        tokens, offsets = encode(given) if is_text else (given, None)
         _check_prompt(served, tokens, budget)
         text = given if is_text else tokenizer.decode(tokens, skip_special=False)
-        prompts.append(Prompt(tokens, text))
+        prompts.append(Prompt(tokens, text, offsets))
     return _new_rows(served, body, prompts, budget, body.logprobs, echo=body.echo)
 
 

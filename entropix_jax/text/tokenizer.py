@@ -167,6 +167,12 @@ class Tokenizer:
         ids = self._encode(self._plain if escape else self._tokenizer, text).ids
         return self._after_bos(ids) if add_bos else ids
 
+    def encode_offsets(self, text: str, *, escape: bool = False) -> tuple[list[int], list[int]]:
+        """Returns the ids of `encode` with `add_bos`, and where each token begins in the text."""
+        found = self._encode(self._plain if escape else self._tokenizer, text)
+        ids = self._after_bos(found.ids)
+        return ids, [*[0] * (len(ids) - len(found)), *(start for start, _ in found.offsets)]
+
     def _after_bos(self, ids: list[int]) -> list[int]:
         if self.bos_id is None or ids[:1] == [self.bos_id]:
             return ids

@@ -265,12 +265,16 @@ def test_minus_one_is_no_limit_and_tokens_may_be_integral_floats(tiny: LanguageM
     assert first(-1).prompt == [5, 6]
 
 
-@pytest.mark.parametrize("text", ["a cat", " a", "\n", "a<|end|>"])
+@pytest.mark.parametrize("text", ["a cat", " a", "\n", "a<|end|>", "a<|end|> b", "<|user|>é東ß"])
 def test_offsets_of_an_echo_begin_after_an_added_token(tmp_path: Path, text: str) -> None:
     config = {"bos_token": "<|begin|>", "add_bos_token": True}
     tokenizer = load_tokenizer(save(tmp_path, byte_fallback(), config))
-    first, *texts = Prompt(tokenizer.encode(text, add_bos=True), text).texts(tokenizer)
-    assert (first, "".join(texts)) == ("", text)
+    tokens, offsets = tokenizer.encode_offsets(text)
+    first, *texts = Prompt(tokens, text, offsets).texts(tokenizer)
+    assert (tokens, first, "".join(texts)) == (tokenizer.encode(text, add_bos=True), "", text)
+    end = tokenizer.token_id("<|end|>")
+    ends = [own for token, own in zip(tokens[1:], texts, strict=True) if token == end]
+    assert ends == ["<|end|>"] * text.count("<|end|>")
 
 
 def test_an_echoed_prompt_needs_no_room_for_a_token(ask: Ask) -> None:
