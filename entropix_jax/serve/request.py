@@ -24,7 +24,7 @@ from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.sampler.settings import MAX_BANS, MAX_BIASES
 from entropix_jax.serve.kept import continue_row
-from entropix_jax.serve.schema import ApiError, Body, Chat, Completion, Generating, unsupported
+from entropix_jax.serve.schema import ApiError, Chat, Completion, Generating, unsupported
 from entropix_jax.text.tokenizer import Tokenizer
 
 _SAMPLERS = 256  # samplers in the cache
@@ -64,10 +64,10 @@ class ServedModel:
     context: int
     top: int
 
-    def check_name(self, body: Body) -> None:
+    def check_name(self, name: str) -> None:
         """Raises ApiError (404) if a request names another model."""
-        if body.model != self.name:
-            message = f"no model {body.model!r}: this server has {self.name!r}"
+        if name != self.name:
+            message = f"no model {name!r}: this server has {self.name!r}"
             raise ApiError(message, status=404, param="model", code="model_not_found")
 
     def check_tokens(self, tokens: Sequence[int], place: str, param: str) -> None:

@@ -362,7 +362,7 @@ def test_random_bodies(
         body = parse(kinds[path], raw[: len(raw) - cut])
         common = body.to_chat() if isinstance(body, Responses) else body
         served = serve(tiny)
-        served.check_name(common)
+        served.check_name(common.model)
         if isinstance(common, Completion | Chat) and common.rows <= SLOTS:
             choose_method(served, common, slots=SLOTS, keeps=True)
             if isinstance(common, Chat):
