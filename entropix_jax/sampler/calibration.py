@@ -174,11 +174,7 @@ def _at_entropy(values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _rounded(values: np.ndarray) -> Any:
-    return (
-        [_rounded(row) for row in values]
-        if values.ndim > 1
-        else [float(f"{x:.5g}") for x in values]
-    )
+    return [_rounded(x) if values.ndim > 1 else float(f"{x:.5g}") for x in values]
 
 
 def _are_quantiles(tables: Any, shape: tuple[int, ...]) -> bool:

@@ -49,6 +49,11 @@ class Sampler:
         changed = ", ".join(f"{key}={value!r}" for key, value in self.changes.items())
         return f"<Sampler {self.name!r}{': ' if changed else ''}{changed}>"
 
+    def __reduce__(self) -> Any:
+        """Copies and pickles the fields. A pickle has no copies of the package's mechanisms."""
+        values = [getattr(self, field.name) for field in fields(self)]
+        return Sampler, (*values[:-1], *([] if self.mechanisms == MECHANISMS else values[-1:]))
+
     @cached_property
     def values(self) -> Mapping[str, Any]:
         """Every key with its current value, read-only; percentiles as numbers once resolved."""

@@ -145,5 +145,6 @@ def test_what_is_converted_and_copied(tiny: LanguageModel) -> None:
     values: Any = {"base.top_k": np.int64(3), "branch.width": 2.0, "draw.bans": np.array([5])}
     changed = entropix_jax.load_sampler(Path("greedy")).with_values(values)
     assert repr(changed) == "<Sampler 'greedy': base.top_k=3, branch.width=2, draw.bans=[5]>"
+    assert copy.copy(changed) == pickle.loads(pickle.dumps(changed)) == changed
     copied = [row.request.prompt for row in copy.deepcopy(run.rows)]
     assert copied == [row.request.prompt for row in run.rows]
