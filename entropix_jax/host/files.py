@@ -52,7 +52,8 @@ def decode_text(data: bytes, name: str) -> str:
     try:
         return data.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise UserError(f"{name}: not UTF-8 at byte {error.start}") from error
+        is_wide = data[:2] in (b"\xff\xfe", b"\xfe\xff")
+        raise UserError(f"{name}: {'UTF-16, ' * is_wide}not UTF-8 at byte {error.start}") from error
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

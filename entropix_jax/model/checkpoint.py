@@ -93,12 +93,11 @@ def open_folder(path: Path) -> ModelFiles:
     adapter, file = path / "adapter_config.json", path / CONFIG_FILE
     if adapter.is_file() and not file.exists():
         base = read_json_object(adapter).get("base_model_name_or_path") or "its base model"
-        merge = "model.merge_and_unload().save_pretrained(NEW_FOLDER)"
-        problem = f"contains an adapter for {base}, but no model"
-        raise UserError(f"{path}: {problem}: merge the two with peft, {merge}")
+        problem = f"contains an adapter for {base}, but no model: merge the two with peft"
+        raise UserError(f"{path}: {problem}, model.merge_and_unload().save_pretrained(NEW_FOLDER)")
     config, notes = load_model_config(path), KEYS.check(read_json_object(file), file)
-    tokenizer = partial(load_tokenizer, path)
-    files = ModelFiles(path, config, load_eos_ids(path), open_tensors(path), tokenizer, notes)
+    tokenizer = partial(load_tokenizer, path, ends := load_eos_ids(path))
+    files = ModelFiles(path, config, ends, open_tensors(path), tokenizer, notes)
     if not config.tied_head or HEAD not in files.tensors:
         return files
     # `transformers` uses a stored head, whatever the configuration says.

@@ -56,7 +56,7 @@ _IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "hidden_activation": (None, "silu", "swish"),
     """attention_bias mlp_bias rope_interleaved use_mrope is_encoder_decoder
     add_cross_attention tie_encoder_decoder""": (False,),
-    """quantization_config mrope_section attention_chunk_size attn_logit_softcapping
+    """quantization quantization_config mrope_section attention_chunk_size attn_logit_softcapping
     final_logit_softcapping query_pre_attn_scalar clip_qkv kv_lora_rank attention_multiplier
     scale_depth cross_attention_hidden_size""": (None,),
     """partial_rotary_factor embedding_multiplier residual_multiplier logits_scaling

@@ -43,8 +43,7 @@ def find_model(model: str | Path | None) -> Path | None:
             raise UserError(f"{model}: not {kinds}")
         return path
     if not HUB_ID.fullmatch(model):
-        known = f"{SMOLLM2}, {TINY}, a folder, a {SUFFIX} file, owner/name of the hub"
-        known += f", owner/name/FILE{SUFFIX}"
+        known = f"{SMOLLM2}, {TINY}, a folder, a {SUFFIX} file, the hub's owner/name[/FILE{SUFFIX}]"
         hint = nearest(model, (SMOLLM2, TINY), f" (known: {known})")
         raise UserError(f"no such model: '{model}'{hint}")
     return None

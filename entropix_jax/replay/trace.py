@@ -79,9 +79,9 @@ def read_trace(path: Path) -> Trace:
         if record["type"] in ("token", "retracted"):
             rows.setdefault(record["row"], []).append(Line(number, record))
     if reader.torn or reader.footer is None:
-        raise UserError(
-            f"{path}: cut off after line {number}: only a complete trace can be verified"
-        )
+        raise UserError(f"{path}: cut off after line {number}: only a whole trace can be verified")
+    if not rows:
+        raise UserError(f"{path}: has no tokens: {_UNVERIFIED}")
     header, footer = reader.header, Line(number, reader.footer)
     for key, shape in _HEADER.items():
         if not fits(header.get(key), shape):

@@ -18,6 +18,7 @@ import numpy as np
 
 from entropix_jax.errors import UserError
 from entropix_jax.host.files import read_json_object
+from entropix_jax.host.integers import as_integer
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.names import LARGEST
 
@@ -124,18 +125,17 @@ def read_calibration(path: Path, renew: str = "entropix-jax calibrate") -> Calib
     raw = read_json_object(path)
     if raw.get("format") != FORMAT:
         found = "1" if "thresholds" in raw else repr(raw.get("format"))
-        raise UserError(
-            f"{path}: calibration format {found} is not supported (expected {FORMAT}): run {renew}"
-        )
-    tables, model, tokens = raw.get("quantiles"), raw.get("model"), raw.get("tokens")
+        problem = f"calibration format {found} is not supported (expected {FORMAT})"
+        raise UserError(f"{path}: {problem}: run {renew}")
+    tables, model, tokens = raw.get("quantiles"), raw.get("model"), as_integer(raw.get("tokens"))
     if not isinstance(tables, dict) or set(tables) != set(TABLES):
         raise UserError(f"{path}: 'quantiles' must hold {', '.join(TABLES)}: run {renew}")
     for name, table in tables.items():
         if not _is_table(table):
             problem = "must be 101 numbers in ascending order"
             raise UserError(f"{path}: quantiles.{name} {problem}: run {renew}")
-    if not isinstance(model, dict) or not isinstance(tokens, int):
-        raise UserError(f"{path}: 'model' and 'tokens' are missing: run {renew}")
+    if not isinstance(model, dict) or tokens is None:
+        raise UserError(f"{path}: 'model' and 'tokens' are missing or malformed: run {renew}")
     arrays = {name: np.asarray(tables[name], np.float64) for name in TABLES}
     at_entropy = raw.get("at_entropy")
     if at_entropy is not None:
@@ -174,11 +174,7 @@ def _at_entropy(values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _rounded(values: np.ndarray) -> Any:
-    return (
-        [_rounded(row) for row in values]
-        if values.ndim > 1
-        else [float(f"{x:.5g}") for x in values]
-    )
+    return [_rounded(x) if values.ndim > 1 else float(f"{x:.5g}") for x in values]
 
 
 def _are_quantiles(tables: Any, shape: tuple[int, ...]) -> bool:
@@ -189,7 +185,6 @@ def _are_quantiles(tables: Any, shape: tuple[int, ...]) -> bool:
 
 
 def _is_table(table: Any, length: int = len(PERCENTS)) -> bool:
-    if not isinstance(table, list) or len(table) != length:
-        return False
-    numbers = all(type(x) in (int, float) and 0 <= x <= LARGEST for x in table)
+    is_list = isinstance(table, list) and len(table) == length
+    numbers = is_list and all(type(x) in (int, float) and 0 <= x <= LARGEST for x in table)
     return numbers and table == sorted(table)

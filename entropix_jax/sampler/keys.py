@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from entropix_jax.errors import UserError, nearest
+from entropix_jax.host.integers import as_integer
 from entropix_jax.host.shapes import fits
 from entropix_jax.names import BOXES, LARGEST, QUANTITIES, SERVED, THRESHOLDS, read_condition
 from entropix_jax.sampler.calibration import TABLES, Calibration, parse_percentile
@@ -91,14 +92,20 @@ def defaults(mechanisms: Mechanisms = MECHANISMS) -> Mapping[str, Any]:
 
 def check_values(
     values: Mapping[str, Any], where: str, mechanisms: Mechanisms = MECHANISMS
-) -> None:
-    """Raises UserError for an unknown key, or a value of the wrong type or out of range."""
+) -> dict[str, Any]:
+    """Returns the values in Python's own types. UserError for an unknown key or invalid value."""
+    if not isinstance(values, Mapping):
+        raise UserError(f"{where}: settings must be a dict of keys and values, not {values!r}")
     for name in values:
-        check_key(name, where, keys(mechanisms))
+        check_key(str(name), where, keys(mechanisms))
+    found = {}
     for name, value in values.items():
         key = keys(mechanisms)[name]
-        if not key.fits(value):
+        plain = value.tolist() if hasattr(value, "tolist") else value  # of NumPy
+        found[name] = plain if key.kind is not int or (i := as_integer(plain)) is None else i
+        if not key.fits(found[name]):
             raise UserError(f"{where}: {name} = {value!r}: must be {key.expected}")
+    return found
 
 
 def check_whole(
@@ -183,7 +190,7 @@ def _texts(count: int, length: int, default: Any) -> Key:
     """Returns the key of a text, or a list of up to `count`, of `length` tokens each."""
 
     def are_valid(value: Any) -> bool:
-        return isinstance(value, str) or (_are_texts(value) and len(value) <= count)
+        return isinstance(value, str) or (fits(value, [str]) and len(value) <= count)
 
     def array(value: Any, host: Host) -> np.ndarray:
         values = [value] if isinstance(value, str) else value
@@ -219,12 +226,15 @@ def _others(mechanisms: Mechanisms) -> dict[str, Key]:
     def is_(name: str) -> Callable[[Any, Host], Any]:
         return lambda value, host: np.asarray(value == name)
 
+    def forbidden(tokens: list[int], host: Host) -> Any:
+        return _padded(_known(tokens, host), MAX_BANS)
+
     def floor(value: bool, host: Host) -> Any:
         return np.float32(host.epsilon if value else 0.0)
 
     return {
         **dict.fromkeys(THRESHOLD_KEYS, Key(_is_threshold, threshold, lambda x, _: np.float32(x))),
-        **dict.fromkeys(REGIME_KEYS, Key(_are_texts, conditions, _conditions)),
+        **dict.fromkeys(REGIME_KEYS, Key(partial(fits, shape=[str]), conditions, _conditions)),
         **{f"arms.{name}": _choice(arms, index) for name in SERVED},
         "arms.start": _choice(arms, index, "argmax"),
         "truncation.rule": _choice(rules, index),
@@ -233,17 +243,13 @@ def _others(mechanisms: Mechanisms) -> dict[str, Key]:
         "metrics.units": _choice(("bits", "thresholds"), is_("thresholds"), "bits"),
         "metrics.noise_floor": Key(partial(fits, shape=bool), "true or false", floor),
         "metrics.layers": Key(_are_layers, weights, _layer_weights),
-        "draw.bans": Key(partial(_are_tokens, MAX_BANS), bans, _bans),
+        "draw.bans": Key(partial(_are_tokens, MAX_BANS), bans, forbidden),
         "draw.bias": Key(_are_biases, f"{biases}, each token once", _biases, []),
     }
 
 
 def _is_number(kind: type, low: float, high: float, value: Any) -> bool:
     return fits(value, kind) and low <= value <= high
-
-
-def _are_texts(value: Any) -> bool:
-    return fits(value, [str])
 
 
 def _is_percentile(value: Any) -> bool:
@@ -286,10 +292,6 @@ def _layer_weights(layers: str | list[float], host: Host) -> Any:
 
 def _are_tokens(limit: int, value: Any) -> bool:
     return fits(value, [int]) and len(value) <= limit and all(0 <= i < 2**31 for i in value)
-
-
-def _bans(tokens: list[int], host: Host) -> np.ndarray:
-    return _padded(_known(tokens, host), MAX_BANS)
 
 
 def _are_biases(value: Any) -> bool:

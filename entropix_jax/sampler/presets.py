@@ -16,24 +16,22 @@ from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.sampler import Sampler
 
 
-def load_sampler(name_or_path: str, mechanisms: Iterable[Mechanism] = ()) -> Sampler:
+def load_sampler(name_or_path: str | Path, mechanisms: Iterable[Mechanism] = ()) -> Sampler:
     """Loads a preset of `configs/` by name, or the sampler of a TOML file. UserError for an unknown
     name (with the nearest one), or if the file is not a sampler.
 
     `mechanisms` are the user's own, added to the package's; see `Sampler.with_mechanism`.
     """
-    sampler = Sampler(name=name_or_path, description="", file_values={})
+    sampler = Sampler(name=str(name_or_path), description="", file_values={})
     for mechanism in mechanisms:
         sampler = sampler.with_mechanism(mechanism)
-    files = lineage(name_or_path)
-    path = next(iter(files))
-    values = dict(ChainMap(*files.values()))
+    files = lineage(str(name_or_path))
+    path, values = next(iter(files)), dict(ChainMap(*files.values()))
     description = values.pop("description", "")
     if not isinstance(description, str):
         raise UserError(f"{path}: 'description' must be text, not {description!r}")
-    check_values(values, str(path), sampler.mechanisms)
-    hint = ': extend a preset, extends = "entropix"'
-    check_whole(values, str(path), sampler.mechanisms, hint)
+    values = check_values(values, str(path), sampler.mechanisms)
+    check_whole(values, str(path), sampler.mechanisms, ': extend a preset, extends = "entropix"')
     return replace(sampler, name=path.stem, description=description, file_values=values)
 
 

@@ -49,6 +49,11 @@ class Sampler:
         changed = ", ".join(f"{key}={value!r}" for key, value in self.changes.items())
         return f"<Sampler {self.name!r}{': ' if changed else ''}{changed}>"
 
+    def __reduce__(self) -> Any:
+        """Copies and pickles the fields. A pickle has no copies of the package's mechanisms."""
+        values = [getattr(self, field.name) for field in fields(self)]
+        return Sampler, (*values[:-1], *([] if self.mechanisms == MECHANISMS else values[-1:]))
+
     @cached_property
     def values(self) -> Mapping[str, Any]:
         """Every key with its current value, read-only; percentiles as numbers once resolved."""
@@ -75,7 +80,7 @@ class Sampler:
             UserError: a key is unknown, a value has the wrong type or is out of range, or nothing
                 can lie between the bounds. Percentiles are checked once they are resolved.
         """
-        check_values(changes, self.name, self.mechanisms)
+        changes = check_values(changes, self.name, self.mechanisms)
         changed = replace(self, changes={**self.changes, **changes})
         check_whole(changed.values, self.name, self.mechanisms)
         return changed

@@ -161,7 +161,7 @@ class Api:
         """`POST /v1/completions`, `/v1/chat/completions` and `/v1/responses`."""
         body = parse(kind, await read_body(request))
         common = body.to_chat() if isinstance(body, Responses) else body
-        self._served.check_name(common)
+        self._served.check_name(common.model)
         if common.rows > self._worker.most:
             limit = f"at most {self._worker.most} are possible"
             raise ApiError(f"{common.rows} rows are requested, {limit}", param="n")
@@ -217,7 +217,7 @@ class Api:
         """`POST /v1/score`: the metrics of a given text."""
         served = self._served
         body = parse(Score, await read_body(request))
-        served.check_name(body)
+        served.check_name(body.model)
         sampler = served.choose_sampler(body.entropix.sampler)
         encode = partial(served.model.tokenizer.encode, body.input, add_bos=True)
         ids = await asyncio.to_thread(encode)
@@ -307,8 +307,7 @@ class Api:
 
     async def model(self, request: Request) -> Response:
         """`GET /v1/models/NAME`."""
-        if request.path_params["name"] != self._served.name:
-            raise ApiError("no such model", status=404, code="model_not_found")
+        self._served.check_name(request.path_params["name"])
         return json_answer(self._model())
 
     def _model(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from itertools import pairwise
 from typing import Any
 
 from entropix_jax.engine.methods import find_method
@@ -23,7 +24,7 @@ from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.sampler.settings import MAX_BANS, MAX_BIASES
 from entropix_jax.serve.kept import continue_row
-from entropix_jax.serve.schema import ApiError, Body, Chat, Completion, Generating, unsupported
+from entropix_jax.serve.schema import ApiError, Chat, Completion, Generating, unsupported
 from entropix_jax.text.tokenizer import Tokenizer
 
 _SAMPLERS = 256  # samplers in the cache
@@ -32,7 +33,6 @@ _DEFAULT_TOKENS = 16  # of a completion, as in the API
 _DEFAULT_FORKS = 8
 _BAN = -100.0  # the bias that bans a token
 PLAIN, GREEDY = "temperature", "greedy"  # presets
-_ROLES = {"developer": "system"}
 _MIN_TOP_P = keys()["base.top_p"].low
 _SETTINGS = {
     "temperature": "base.temperature",
@@ -64,10 +64,10 @@ class ServedModel:
     context: int
     top: int
 
-    def check_name(self, body: Body) -> None:
+    def check_name(self, name: str) -> None:
         """Raises ApiError (404) if a request names another model."""
-        if body.model != self.name:
-            message = f"no model {body.model!r}: this server has {self.name!r}"
+        if name != self.name:
+            message = f"no model {name!r}: this server has {self.name!r}"
             raise ApiError(message, status=404, param="model", code="model_not_found")
 
     def check_tokens(self, tokens: Sequence[int], place: str, param: str) -> None:
@@ -129,18 +129,18 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, and its text if the answer repeats it."""
+    """A prompt, its text if the answer repeats it, and where each token begins in a given text."""
 
     tokens: Sequence[int]
     text: str = ""
+    offsets: Sequence[int] | None = None
 
     def texts(self, tokenizer: Tokenizer) -> list[str]:
-        """Returns what each token adds to the text. A beginning-of-text token adds nothing, unless
-        the text names it."""
-        first = tokenizer.token_string(self.tokens[0]) or ""
-        is_added = self.tokens[0] == tokenizer.bos_id and not self.text.startswith(first)
-        stream = tokenizer.stream(skip_special=False)  # the text begins after an added token
-        return [*[""] * is_added, *map(stream.push, self.tokens[is_added:])]
+        """Returns what each token adds to the text."""
+        if self.offsets is None:
+            return [*map(tokenizer.stream(skip_special=False).push, self.tokens)]
+        bounds = pairwise([0, *self.offsets[1:], len(self.text)])
+        return [self.text[start:end] for start, end in bounds]
 
 
 @dataclass(frozen=True)
@@ -222,13 +222,13 @@ def completion_request(served: ServedModel, body: Completion) -> GenerationReque
     if budget == 0 and not body.echo:
         raise ApiError("max_tokens: 0 requires echo", param="max_tokens")
     tokenizer, prompts = served.model.tokenizer, []
-    encode = partial(tokenizer.encode, add_bos=True, escape=bool(body.entropix.escape_special))
+    encode = partial(tokenizer.encode_offsets, escape=bool(body.entropix.escape_special))
     for given in body.prompt:
         is_text = isinstance(given, str)
-        tokens = encode(given) if is_text else given
+        tokens, offsets = encode(given) if is_text else (given, None)
         _check_prompt(served, tokens, budget)
         text = given if is_text else tokenizer.decode(tokens, skip_special=False)
-        prompts.append(Prompt(tokens, text))
+        prompts.append(Prompt(tokens, text, offsets))
     return _new_rows(served, body, prompts, budget, body.logprobs, echo=body.echo)
 
 
@@ -281,17 +281,16 @@ def chat_request(served: ServedModel, body: Chat) -> GenerationRequest:
     if body.entropix.begin is not None:
         message = "entropix.from: only /v1/completions continues rows"
         raise unsupported("entropix.from", message)
-    messages = [{**m, "role": _ROLES.get(m["role"], m["role"])} for m in body.messages]
     tokens = served.model.tokenizer.apply_chat(
-        messages,
+        body.messages,
         variables=body.chat_template_kwargs,
-        begun=messages[-1]["role"] == "assistant",
+        begun=body.messages[-1]["role"] == "assistant",
         escape=body.entropix.escape_special is not False,
     )
     budget = body.max_completion_tokens or body.max_tokens or served.context
     _check_prompt(served, tokens, budget)
     top = (body.top_logprobs or 0) if body.logprobs else None
-    return _new_rows(served, body, [Prompt(tokens)], budget, top, messages=messages)
+    return _new_rows(served, body, [Prompt(tokens)], budget, top, messages=body.messages)
 
 
 def _new_rows(

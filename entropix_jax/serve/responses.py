@@ -7,10 +7,9 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, BeforeValidator, Field
 
 from entropix_jax.serve.schema import (
-    MAX_TOP,
     Body,
     Chat,
-    Integer,
+    Messages,
     OutputBudget,
     Seed,
     parse_values,
@@ -30,7 +29,7 @@ _REPEATED: dict[str, Any] = {
     "tools": [],
     "truncation": "disabled",
 }
-_SAME = {"model", "stream", "temperature", "top_p", "top_logprobs", "seed"}  # keys of a chat
+_SAME = {"model", "stream", "temperature", "top_p", "seed"}  # keys of a chat
 _REFUSED = ("previous_response_id", "conversation", "prompt", "background")
 _HINTS = {"include", "reasoning", "truncation", "max_tool_calls"}
 
@@ -63,13 +62,12 @@ class Responses(Body):
 
     harmless: ClassVar[frozenset[str]] = Body.harmless | _HINTS
 
-    input: Annotated[list[dict[str, Any]], BeforeValidator(_as_messages)]
+    input: Annotated[Messages, BeforeValidator(_as_messages)]
     instructions: str | None = None
     max_output_tokens: OutputBudget = None
     stream: bool = False
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
-    top_logprobs: Integer | None = Field(None, ge=0, le=MAX_TOP)
     seed: Seed = None
     text: _Text = _Text()
 
@@ -90,7 +88,6 @@ class Responses(Body):
         values = self.model_dump(include=_SAME, exclude_unset=True)
         values["messages"] = [*first, *self.input]
         values["max_completion_tokens"] = self.max_output_tokens
-        values["logprobs"] = True if self.top_logprobs else None
         values["stream_options"] = {"include_usage": True}
         return parse_values(Chat, values).model_copy(update={"entropix": self.entropix})
 

@@ -142,8 +142,10 @@ def _as_sampler(value: Any) -> Any:
 Integer = Annotated[int, BeforeValidator(_as_integer)]
 _Limit = Annotated[int, Field(ge=0, le=_LARGEST)] | None
 Budget = Annotated[_Limit, BeforeValidator(partial(_unless_minus_one, _LARGEST))]
-OutputBudget = Annotated[_Limit, BeforeValidator(partial(_unless_minus_one, None))]
+_OutputLimit = Annotated[int, Field(ge=1, le=_LARGEST)] | None
+OutputBudget = Annotated[_OutputLimit, BeforeValidator(partial(_unless_minus_one, None))]
 Seed = Annotated[int | None, BeforeValidator(partial(_unless_minus_one, None))]
+Messages = Annotated[list[dict[str, Any]], BeforeValidator(_as_messages)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Token = Annotated[Integer, Field(ge=0)]
 
@@ -248,7 +250,7 @@ class Completion(Generating):
 class Chat(Generating):
     """`/v1/chat/completions`."""
 
-    messages: Annotated[list[dict[str, Any]], BeforeValidator(_as_messages)]
+    messages: Messages
     max_completion_tokens: Budget = None
     logprobs: bool = False
     top_logprobs: Integer | None = Field(None, ge=0, le=MAX_TOP)

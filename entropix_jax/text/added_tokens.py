@@ -11,7 +11,7 @@ from entropix_jax.host.files import read_json_object
 from entropix_jax.host.integers import as_integer
 
 if TYPE_CHECKING:
-    import tokenizers
+    from tokenizers import AddedToken, Tokenizer
 
 
 # Control tokens that end a turn wherever a vocabulary has them, as in llama.cpp.
@@ -19,16 +19,16 @@ TURN_ENDS = "<|eot_id|> <|im_end|> <|eom_id|> <|end|> <end_of_turn> <end_of_utte
 # Names of control tokens, also where a file does not mark them as such.
 CONTROL = {*TURN_ENDS, "<|endoftext|>", "<|end_of_text|>", "<|im_start|>", "<start_of_turn>"}
 CONTROL |= {"<|start_header_id|>", "<|end_header_id|>"}
+CONTROL |= {"<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>"}  # of DeepSeek-R1
 # A token, its id (None: the next one), and the file that names it.
-Added = tuple["tokenizers.AddedToken", int | None, Path]
+Added = tuple["AddedToken", int | None, Path]
 
 
 def read_added_tokens(folder: Path, raw: Mapping[str, Any]) -> list[Added]:
     """Reads the added tokens that `transformers` takes from the files next to `tokenizer.json`.
 
-    Those with an id are in `tokenizer_config.json`, decoded in `raw`, and in `added_tokens.json`;
-    special ones without are in the former and in `special_tokens_map.json`. UserError if a file is
-    not an object of tokens.
+    Those with an id are in `tokenizer_config.json`, decoded in `raw`, and `added_tokens.json`, the
+    special ones without in the former and `special_tokens_map.json`. UserError if one is malformed.
     """
     config = folder / "tokenizer_config.json"
     added, named = folder / "added_tokens.json", folder / "special_tokens_map.json"
@@ -80,9 +80,9 @@ def _added_token(
     return tokenizers.AddedToken(content, **options), token_id, path
 
 
-def add_tokens(tokenizer: tokenizers.Tokenizer, added: Sequence[Added]) -> None:
-    """Adds the tokens that the tokenizer lacks. A token is a control token if a file says so, or by
-    its name. UserError if one would get another id."""
+def add_tokens(tokenizer: Tokenizer, added: Sequence[Added], ends: Sequence[int]) -> None:
+    """Adds the tokens that the tokenizer lacks. Control tokens are those that a file marks or
+    names, those in `ends`, and those in `CONTROL`. UserError if one would get another id."""
     known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
     for token, wanted, path in added:
         if token.content not in known:
@@ -93,7 +93,7 @@ def add_tokens(tokenizer: tokenizers.Tokenizer, added: Sequence[Added]) -> None:
             problem = f"has the id {wanted}, but the tokenizer gives it {token_id}"
             raise UserError(f"{path}: the added token {token.content!r} {problem}")
     named = CONTROL.union(token.content for token, *_ in added if token.special)
-    for token in known.values():
-        if token.content in named and not token.special:
+    for token_id, token in tokenizer.get_added_tokens_decoder().items():
+        if (token.content in named or token_id in ends) and not token.special:
             token.special = True
             tokenizer.add_special_tokens([token])

@@ -52,8 +52,8 @@ def plain_messages(messages: object) -> list[dict[str, Any]]:
 def _plain_message(message: object, number: int) -> dict[str, Any]:
     parts = message if isinstance(message, dict) else {}
     role, content = parts.get("role"), parts.get("content")
-    if content is None and role == "assistant":
-        content = ""
+    role = "system" if role == "developer" else role  # as in OpenAI's API
+    content = "" if content is None and role == "assistant" else content
     if isinstance(content, list):
         kinds = (p.get("type", "text") if isinstance(p, dict) else p for p in content)
         if other := [kind for kind in kinds if kind not in _TEXT_PARTS]:
@@ -65,7 +65,7 @@ def _plain_message(message: object, number: int) -> dict[str, Any]:
     if not isinstance(role, str) or not isinstance(content, str):
         problem = "must be an object with a text 'role' and a 'content', a text or text parts"
         raise UserError(f"message {number} {problem}")
-    return {**parts, "content": content}
+    return {**parts, "role": role, "content": content}
 
 
 class _Sandbox(sandbox.ImmutableSandboxedEnvironment):

@@ -46,19 +46,19 @@ _LLAMA3_SPECIAL = (
 )
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """Loads the tokenizer of a checkpoint folder: `tokenizer.json`, else `tokenizer.model`."""
+def load_tokenizer(folder: Path, ends: Sequence[int] = ()) -> Tokenizer:
+    """Loads the tokenizer of a checkpoint folder: `tokenizer.json`, else `tokenizer.model`. `ends`
+    are the end tokens that other files name."""
     path = folder / "tokenizer_config.json"
     raw = read_optional(path)
-    settings = replace(read_settings(raw, path), added=read_added_tokens(folder, raw))
+    settings = replace(read_settings(raw, path), added=read_added_tokens(folder, raw), ends=ends)
     if (path := folder / "chat_template.jinja").is_file():
         settings = replace(settings, chat_template=read_text(path), chat_template_origin=str(path))
     if (path := folder / "tokenizer.json").is_file():
         return Tokenizer(path, read_text(path).encode(), settings)
     if (path := folder / "tokenizer.model").is_file():
         special = {"bos_token": _LLAMA3_SPECIAL[0], **settings.special_tokens}
-        add_bos = settings.add_bos is not False
-        settings = replace(settings, special_tokens=special, add_bos=add_bos)
+        settings = replace(settings, special_tokens=special, add_bos=settings.add_bos is not False)
         return Tokenizer(path, _json_of_ranks(_read_ranks(path)), settings)
     raise UserError(f"{folder}: no tokenizer: neither tokenizer.json nor tokenizer.model exists")
 
@@ -72,6 +72,7 @@ class Settings:
     chat_template: str | None  # Jinja source
     chat_template_origin: str  # the file that it is from
     added: Sequence[Added] = ()  # by id, those without one last
+    ends: Sequence[int] = ()  # end tokens that other files name
 
 
 def read_settings(raw: Mapping[str, Any], path: Path) -> Settings:
@@ -120,7 +121,7 @@ class Tokenizer:
             for tokenizer in (self._tokenizer, self._tokenizer_within):
                 tokenizer.no_truncation()  # such files may hold the settings of a training run
                 tokenizer.no_padding()
-                add_tokens(tokenizer, settings.added)
+                add_tokens(tokenizer, settings.added, settings.ends)
             self.bos_id = self._find_bos()
             self._tokenizer.post_processor = tokenizers.processors.Sequence([])  # it moves offsets
         self._token_bytes = choose_token_bytes(self._tokenizer.decoder, path)
@@ -166,6 +167,12 @@ class Tokenizer:
         ids = self._encode(self._plain if escape else self._tokenizer, text).ids
         return self._after_bos(ids) if add_bos else ids
 
+    def encode_offsets(self, text: str, *, escape: bool = False) -> tuple[list[int], list[int]]:
+        """Returns the ids of `encode` with `add_bos`, and where each token begins in the text."""
+        found = self._encode(self._plain if escape else self._tokenizer, text)
+        ids = self._after_bos(found.ids)
+        return ids, [*[0] * (len(ids) - len(found)), *(start for start, _ in found.offsets)]
+
     def _after_bos(self, ids: list[int]) -> list[int]:
         if self.bos_id is None or ids[:1] == [self.bos_id]:
             return ids
@@ -186,8 +193,7 @@ class Tokenizer:
         return self.stream(skip_special=skip_special).run(ids)
 
     def decode_within(self, ids: Iterable[int]) -> str:
-        """The text of ids from the middle of a text, special tokens included. A space before it is
-        kept, which `decode` may drop."""
+        """The text of ids from the middle of a text, with special tokens and a first space."""
         return self.stream(skip_special=False, within=True).run(ids)
 
     def stream(
@@ -310,15 +316,13 @@ class Tokenizer:
     @cached_property
     def _plain_within(self) -> tokenizers.Tokenizer:
         """`_plain` for text after a control token."""
-        rule = rule_of(self._tokenizer.pre_tokenizer) or {}
-        is_first_only = rule.get("prepend_scheme") == "first"
-        return _without_special(self._tokenizer_within) if is_first_only else self._plain
+        is_first = (rule_of(self._tokenizer.pre_tokenizer) or {}).get("prepend_scheme") == "first"
+        return _without_special(self._tokenizer_within) if is_first else self._plain
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
-        names = [self.token_string(i) or "" for i in self.special_ids]
-        longest_first = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
-        return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+        names = sorted((f"{self.token_string(i)}" for i in self.special_ids), key=len, reverse=True)
+        return re.compile(f"({'|'.join(re.escape(name) for name in names if name[1:]) or '(?!)'})")
 
     def _escape_all(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
         """Returns the messages with a mark within each control token, and the mark: a character
@@ -398,11 +402,9 @@ def _drop_prefix(rule: dict[str, Any] | None) -> dict[str, Any] | None:
 def _json_of_ranks(ranks: Mapping[bytes, int]) -> bytes:
     """Llama 3's tokenizer of its byte-pair ranks, with the special tokens after them."""
     vocab = {"".join(BYTE_SYMBOLS[byte] for byte in token): rank for token, rank in ranks.items()}
-    rules = byte_level_rules(
-        vocab, merges_of_ranks(vocab), split_by(LLAMA3_SPLIT), whole_words=True
-    )
+    bpe = byte_level_rules(vocab, merges_of_ranks(vocab), split_by(LLAMA3_SPLIT), whole_words=True)
     special = enumerate(_LLAMA3_SPECIAL, start=len(ranks))
-    return tokenizer_json(rules, ((token_id, token, True) for token_id, token in special))
+    return tokenizer_json(bpe, ((token_id, token, True) for token_id, token in special))
 
 
 def byte_level_rules(
@@ -424,8 +426,7 @@ def byte_level_rules(
 
 
 def split_by(*patterns: str) -> list[dict[str, Any]]:
-    """Pre-tokenizers that cut a text by regular expressions, each within the pieces of the one
-    before."""
+    """Pre-tokenizers that cut a text by one regular expression after the other."""
     split = {"type": "Split", "behavior": "Isolated", "invert": False}
     return [*(split | {"pattern": {"Regex": pattern}} for pattern in patterns), BYTES]
 

@@ -453,6 +453,8 @@ def test_errors_of_file_options(
         assert path.read_text() == before
     set_stdin(monkeypatch, b"ab\xff")
     one_error(command("--prompt-file", "-"), "standard input: not UTF-8 at byte 2")
+    set_stdin(monkeypatch, "ab".encode("utf-16"))  # of a redirection in PowerShell
+    one_error(command("--prompt-file", "-"), "standard input: UTF-16, not UTF-8 at byte 0")
     monkeypatch.setattr(sys, "stdin", None)  # Python's value after `<&-`
     one_error(command("--prompt-file", "-"), "standard input is closed")
 

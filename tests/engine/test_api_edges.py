@@ -100,6 +100,9 @@ CAUSES: list[tuple[Callable[[Place], Any], str]] = [
     (lambda at: at.stream("Once", seed=None), "seed must be an integer, not None"),
     (lambda at: at.stream("Once", stop=5), "stop strings must not be empty"),
     (lambda at: at.stream("Once", {}), "no preset's name, file or Sampler: {}"),
+    (lambda at: GREEDY.with_values(FIVE), "greedy: settings must be a dict of keys and values"),
+    (lambda at: GREEDY.with_values({FIVE: 1}), "no sampler key '5'"),
+    (lambda at: entropix_jax.load_sampler(FIVE), "no sampler preset '5'"),
     (lambda at: entropix_jax.generate(TINY, "Once"), "the model must be one that `load`"),
     (lambda at: entropix_jax.score(at.model, FIVE), "text must be a string, not 5"),
     (lambda at: entropix_jax.load(at.folder / "none"), "no such model: '/"),
@@ -139,5 +142,9 @@ def test_what_is_converted_and_copied(tiny: LanguageModel) -> None:
     options: Any = {"samples": 1.0, "max_new_tokens": np.int64(3), "stop": None}
     run = entropix_jax.stream(tiny, prompts, CONFIGS / "greedy.toml", **options)
     assert [row.request.max_new_tokens for row in run.rows] == [3, 3]
+    values: Any = {"base.top_k": np.int64(3), "branch.width": 2.0, "draw.bans": np.array([5])}
+    changed = entropix_jax.load_sampler(Path("greedy")).with_values(values)
+    assert repr(changed) == "<Sampler 'greedy': base.top_k=3, branch.width=2, draw.bans=[5]>"
+    assert copy.copy(changed) == pickle.loads(pickle.dumps(changed)) == changed
     copied = [row.request.prompt for row in copy.deepcopy(run.rows)]
     assert copied == [row.request.prompt for row in run.rows]

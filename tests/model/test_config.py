@@ -221,6 +221,7 @@ def test_rope_objects(key: str, rope: Raw, scaling: RopeDivisors | None) -> None
         # Features that would change the computation.
         (llama(model_type="gemma3_text"), "model_type"),
         (llama(auto_map={"AutoConfig": "configuration_phi3.Phi3Config"}), "auto_map"),
+        (llama(quantization={"bits": 4}), "'quantization': {'bits': 4} is not implemented"),
         (llama(quantization_config={"quant_method": "gptq", "bits": 4}), "quantization_config"),
         (llama(num_local_experts=8), "num_local_experts"),
         (llama(hidden_act="gelu"), "hidden_act"),

@@ -145,6 +145,14 @@ def test_end_tokens_are_the_union_of_the_files(
     assert {*model.end_ids(chat=False)} == named
 
 
+def test_end_tokens_by_id_are_control_tokens_whatever_their_flag(copy: Path) -> None:
+    text = (copy / "tokenizer.json").read_text().replace("<|eot_id|>", "<fin>")
+    (copy / "tokenizer.json").write_text(re.sub('("special": ?)true', r"\1false", text))
+    tokenizer = loaded(copy)[0].tokenizer
+    assert tokenizer.encode("<fin>", add_bos=False) == [TURN_END]
+    assert TURN_END not in tokenizer.encode("<fin>", add_bos=False, escape=True)
+
+
 def family(turns: str, prompt: str = "") -> str:
     """Returns a chat template from the formats of a message `m` and of the start of an answer."""
     ask = "{% if add_generation_prompt %}" + prompt + "{% endif %}"

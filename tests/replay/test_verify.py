@@ -20,15 +20,7 @@ Lines = list[Json]
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("run") / "run.jsonl"
-    options = [
-        "--model",
-        "tiny",
-        "--sampler",
-        "temperature",
-        "--max-new-tokens",
-        "12",
-        "--ignore-eos",
-    ]
+    options = "--model tiny --sampler temperature --max-new-tokens 12 --ignore-eos".split()
     assert main(["generate", "--prompt", "The sky", *options, "--trace", str(path)]) == 0
     return path
 
@@ -73,6 +65,7 @@ def value(key: str, value: Any) -> Callable[[Lines], Any]:
         (lambda lines: lines.clear(), "empty: not a trace"),
         (lambda lines: lines.pop(0), "line 1: not a trace: the first line must be a header"),
         (lambda lines: lines.pop(), "cut off after line 13"),
+        (lambda lines: lines.__delitem__(slice(1, 13)), "bad.jsonl: has no tokens: it cannot be"),
         (lambda lines: lines[3].update(entropy=True), "line 4: 'entropy' is malformed"),
         (lambda lines: lines[-1].update(rows=[{}]), "line 14: 'rows' is malformed"),
         (lambda lines: lines[0].pop("precision"), "line 1: 'precision' is missing"),

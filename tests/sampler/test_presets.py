@@ -443,6 +443,7 @@ TABLE = content()["quantiles"]["entropy"]
         ({"at_entropy": {"entropy": TABLE}}, "at_entropy: must hold tables in ascending order"),
         ({"model": None}, "'model' and 'tokens' are missing"),
         ({"tokens": "many"}, "'model' and 'tokens' are missing"),
+        ({"tokens": True}, "'model' and 'tokens' are missing or malformed"),
     ],
 )
 def test_invalid_files(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:

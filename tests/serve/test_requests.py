@@ -142,6 +142,7 @@ def test_warnings_contain_unknown_keys(ask: Ask, path: str) -> None:
     found = ask("POST", path, json=body).json()["warnings"]
     ignored = "is unknown and was ignored"
     assert found == [f"'cache_prompt' {ignored}", f"'mirostat_tau' {ignored}"]
+    assert ask("POST", RESPONSES, json=PATHS[RESPONSES] | {"top_logprobs": 2}).json()["warnings"]
 
 
 @pytest.mark.parametrize(("path", "name", "value"), UNSUPPORTED)
@@ -224,6 +225,8 @@ def test_errors_contain_unsupported_keys(ask: Ask, path: str, name: str, value: 
         (CHATS, {"chat_template_kwargs": {"messages": []}}, "variable 'messages' cannot be set"),
         (RESPONSES, {"input": 5}, "input: must be a text or a list of messages"),
         (RESPONSES, {"input": [{"type": "function_call"}]}, "input: item 0 of type 'func"),
+        (RESPONSES, {"input": [{"role": "x", "content": ""}]}, "input: message 1: unknown role"),
+        (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens: Input should be greater"),
         (RESPONSES, {"text": 1}, "text: Input should be a valid dictionary"),
         (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format: type"),
         (CHATS, {"top_logprobs": 2}, "top_logprobs requires logprobs"),
@@ -262,12 +265,16 @@ def test_minus_one_is_no_limit_and_tokens_may_be_integral_floats(tiny: LanguageM
     assert first(-1).prompt == [5, 6]
 
 
-@pytest.mark.parametrize("text", ["a cat", " a", "\n", "a<|end|>"])
+@pytest.mark.parametrize("text", ["a cat", " a", "\n", "a<|end|>", "a<|end|> b", "<|user|>é東ß"])
 def test_offsets_of_an_echo_begin_after_an_added_token(tmp_path: Path, text: str) -> None:
     config = {"bos_token": "<|begin|>", "add_bos_token": True}
     tokenizer = load_tokenizer(save(tmp_path, byte_fallback(), config))
-    first, *texts = Prompt(tokenizer.encode(text, add_bos=True), text).texts(tokenizer)
-    assert (first, "".join(texts)) == ("", text)
+    tokens, offsets = tokenizer.encode_offsets(text)
+    first, *texts = Prompt(tokens, text, offsets).texts(tokenizer)
+    assert (tokens, first, "".join(texts)) == (tokenizer.encode(text, add_bos=True), "", text)
+    end = tokenizer.token_id("<|end|>")
+    ends = [own for token, own in zip(tokens[1:], texts, strict=True) if token == end]
+    assert ends == ["<|end|>"] * text.count("<|end|>")
 
 
 def test_an_echoed_prompt_needs_no_room_for_a_token(ask: Ask) -> None:
@@ -355,7 +362,7 @@ def test_random_bodies(
         body = parse(kinds[path], raw[: len(raw) - cut])
         common = body.to_chat() if isinstance(body, Responses) else body
         served = serve(tiny)
-        served.check_name(common)
+        served.check_name(common.model)
         if isinstance(common, Completion | Chat) and common.rows <= SLOTS:
             choose_method(served, common, slots=SLOTS, keeps=True)
             if isinstance(common, Chat):

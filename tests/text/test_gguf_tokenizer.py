@@ -36,7 +36,10 @@ def test_pre_tokenizers(split: str, pieces: Sequence[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", [1, 3, 4])
-@pytest.mark.parametrize(("name", "key"), [("<|im_end|>", "eom"), ("<fin>", "eot"), ("<fin>", "x")])
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("<|im_end|>", "eom"), ("<fin>", "eot"), ("<fin>", "x"), ("<\uff5cUser\uff5c>", "x")],
+)
 def test_named_tokens_are_control_tokens_whatever_their_type(
     kind: int, name: str, key: str
 ) -> None:
@@ -45,7 +48,7 @@ def test_named_tokens_are_control_tokens_whatever_their_type(
     changes = {"tokens": [tokens[0], name, *tokens[2:]], f"{key}_token_id": 1, "eos_token_id": 0}
     changes["token_type"] = [3, kind, *[1] * (len(tokens) - 2)]
     tokenizer = read_tokenizer(own | {prefix + k: v for k, v in changes.items()}, Path("a.gguf"))
-    is_control = kind == 3 or key != "x"
+    is_control = kind == 3 or key != "x" or name != "<fin>"
     assert tokenizer.special_ids == ({0, 1} if is_control else {0})
     assert (1 in tokenizer.encode(f"a{name}", add_bos=False, escape=True)) == (
         kind == 4 and not is_control

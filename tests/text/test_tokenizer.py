@@ -449,16 +449,18 @@ def test_contents_may_be_parts_or_empty() -> None:
         {"role": "user", "content": [{"type": "text", "text": "a "}, {"text": "cat"}]},
         {"role": "assistant", "content": None, "tool_calls": []},
         {"role": "assistant"},
+        {"role": "developer", "content": "Be brief."},
     ]
     assert plain_messages(messages) == [
         {"role": "user", "content": "a cat"},
         {"role": "assistant", "content": "", "tool_calls": []},
         {"role": "assistant", "content": ""},
+        {"role": "system", "content": "Be brief."},
     ]
     for wrong, told in (
         ([], "messages must be a non-empty list"),
         (["a"], "message 1 must be an object"),
-        ([*messages, {"role": "user", "content": None}], "message 4 must be an object"),
+        ([*messages, {"role": "user", "content": None}], "message 5 must be an object"),
         ([{"role": 5, "content": ""}], "message 1 must be an object"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "a part of type 'image_url'"),
         ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "message 1 must be"),
