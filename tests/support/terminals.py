@@ -17,7 +17,7 @@ class Screen:
     """A pseudo-terminal that replaces standard output and standard error."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
-        for name, value in {"TERM": "xterm-256color", **environment}.items():
+        for name, value in {"TERM": "xterm-256color", "LINES": "24", **environment}.items():
             monkeypatch.setenv(name, value)
         for cached in (Style.parse, Style._add):  # a style keeps its first terminal's codes
             cached.cache_clear()
