@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from fsspec import AbstractFileSystem
@@ -38,12 +38,6 @@ FORMAT_VERSION = 1
 UPLOAD_SECONDS = 60.0
 
 Key = str | tuple[int, str]  # of a record: its id, or its line and digest
-
-
-def part_address(address: str, index: int, count: int) -> str:
-    """The output of process `index` of `count`: `out.part-00001-of-00004.jsonl`."""
-    suffix = PurePosixPath(address).suffix
-    return f"{address.removesuffix(suffix)}.part-{index:05}-of-{count:05}{suffix}"
 
 
 class Store:

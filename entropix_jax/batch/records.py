@@ -61,9 +61,7 @@ def content_hash(data: bytes) -> str:
     return blake2b(data, digest_size=16).hexdigest()[:15]
 
 
-def read_records(
-    address: str, *, share: tuple[int, int] = (0, 1)
-) -> Generator[Record | BadRecord, None, None]:
+def read_records(address: str) -> Generator[Record | BadRecord, None, None]:
     """Streams the records of a file in order.
 
     The format is CSV with a header where the name ends in `.csv`, else JSON Lines; a further suffix
@@ -71,19 +69,17 @@ def read_records(
     the texts `role` and `content`), and optionally `id` (text or integer), `sampler` (text),
     `max_new_tokens` (from 1) and `seed`. null, an empty cell, blank lines and other fields
     are ignored. The address is a path, a URL that fsspec knows (`s3://bucket/key`), or - for
-    standard input. The share (i, n) is of the records whose index is i modulo n; ids are unique
-    over all shares. UserError if the file cannot be read or holds no records, or its CSV header is
+    standard input. UserError if the file cannot be read or holds no records, or its CSV header is
     invalid.
     """
-    index, count = share
-    number = -1
+    line = 0
     suffixes = [suffix.lower() for suffix in PurePath(address).suffixes]
     if is_compressed(address):
         suffixes.pop()
     parse_file = _csv_rows if suffixes[-1:] == [".csv"] else _json_rows
     ids: set[str] = set()
     with open_file(address) as file:
-        for number, (line, digest, parse) in enumerate(parse_file(file, address)):
+        for line, digest, parse in parse_file(file, address):
             record: Record | BadRecord
             record_id = None
             try:
@@ -96,9 +92,8 @@ def read_records(
                 record = _parse_record(fields, line, record_id, digest)
             except _InvalidRecord as error:
                 record = BadRecord(line, record_id, digest, str(error))
-            if number % count == index:
-                yield record
-    if number < 0:
+            yield record
+    if line == 0:
         raise UserError(f"{address}: holds no records")
 
 

@@ -93,7 +93,7 @@ class BatchRun:
             padded_ids(ends)
         self._chat = model.is_chat_model if defaults.chat is None else defaults.chat
         encode_prompt(model, "any prompt", chat=self._chat, system=defaults.system)
-        self._traces = traces
+        self.slots, self.traces = slots, traces
         self._name = name
         # Of records that name none, and of those that do.
         self.sampler = calibrate_sampler(defaults.sampler, model)
@@ -102,20 +102,23 @@ class BatchRun:
 
     def run(
         self,
-        records: Iterable[Record | BadRecord],
+        records: Iterable[Record | BadRecord | None],
         write: Write,
         is_done: Callable[[Record | BadRecord], bool] = lambda record: False,
         looked: Callable[[], None] = lambda: None,
     ) -> None:
         """Runs the records, read as slots become free, and passes each result to `write`, in order
-        of completion.
+        of completion. None stands for no record yet, and ends the run if no row runs.
 
         A record that cannot be run has an `error` as its result. After `stop`, unfinished rows have
         none. `looked` is called after each token and each record.
         """
 
-        def requests() -> Iterator[Row]:
+        def requests() -> Iterator[Row | None]:
             for record in self._read(iter(records), looked):
+                if record is None:
+                    yield None
+                    continue
                 if is_done(record):
                     continue
                 try:
@@ -136,6 +139,16 @@ class BatchRun:
                 write(event.row.request.tag, self._result(event.row))
             looked()
 
+    @property
+    def begun(self) -> bool:
+        """Whether the first step, which waits for the compiler, is done."""
+        return self.engine.steps > 1
+
+    @property
+    def usage(self) -> str:
+        """The share of slots with a row."""
+        return f"{self.engine.used:.0%} of slots used"
+
     def stop(self) -> None:
         """Ends the run after the current event. Safe to call in a signal handler."""
         self._stopping = True
@@ -144,20 +157,18 @@ class BatchRun:
             raise _Stopped
 
     def _read(
-        self, records: Iterator[Record | BadRecord], looked: Callable[[], None]
-    ) -> Iterator[Record | BadRecord]:
+        self, records: Iterator[Record | BadRecord | None], looked: Callable[[], None]
+    ) -> Iterator[Record | BadRecord | None]:
         """The records until `stop`, which may leave a blocked read."""
         while True:
             looked()
             try:
                 self._reading = True
-                record = None if self._stopping else next(records, None)
-            except _Stopped:
+                record = next(iter(()) if self._stopping else records)
+            except (_Stopped, StopIteration):
                 return
             finally:
                 self._reading = False
-            if record is None:
-                return
             yield record
 
     def _request(self, record: Record) -> Request:
@@ -195,8 +206,8 @@ class BatchRun:
         timings = {"seconds": round(time.perf_counter() - row.started, 4)}
         if row.first_token is not None:
             timings["first_token"] = round(row.first_token - row.started, 4)
-        if self._traces is not None:
-            self._write_trace(self._traces / f"{file_name(record.id)}.jsonl", row, timings)
+        if self.traces is not None:
+            self._write_trace(self.trace_of(record), row, timings)
         result = row.to_json()
         for name in ("entropy", "varentropy") if tokens else ():
             result[f"mean_{name}"] = sum(getattr(t, name) for t in tokens) / len(tokens)
@@ -204,6 +215,11 @@ class BatchRun:
             values = json.dumps(dict(row.request.sampler.values), sort_keys=True)
             result["sampler_digest"] = content_hash(values.encode())
         return result | {"token_ids": [t.token_id for t in tokens], "timings": timings}
+
+    def trace_of(self, record: Record) -> Path:
+        """The path of a record's trace."""
+        assert self.traces is not None
+        return self.traces / f"{file_name(record.id)}.jsonl"
 
     def _write_trace(self, path: Path, row: Row, timings: Mapping[str, float]) -> None:
         """Writes the trace of a record atomically."""
@@ -220,13 +236,13 @@ class BatchRun:
             Rows([row], about, timings).save_trace(scratch)
 
 
-def count_records(address: str, share: tuple[int, int] = (0, 1)) -> int | None:
-    """The number of records in a share of a local file, for the progress display; None for large
-    files, pipes and URLs."""
+def count_records(address: str) -> int | None:
+    """The number of records in a local file, for the progress display; None for large files, pipes
+    and URLs."""
     path = None if address == "-" else local_path(address)
     if path is None or not path.is_file() or path.stat().st_size > _COUNTED_BYTES:
         return None
-    return sum(1 for _ in read_records(address, share=share))
+    return sum(1 for _ in read_records(address))
 
 
 def file_name(record_id: str) -> str:

@@ -1,10 +1,14 @@
 """`entropix-jax batch`: generates a file of completions for a file of prompts."""
 
+import math
+import re
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,13 +20,14 @@ from entropix_jax.cli.options import (
     Flag,
     ModelOptions,
     OptionalCount,
+    RayAddress,
     TextOptions,
+    check_cluster,
     model_name,
     option,
 )
 from entropix_jax.cli.status import ProgressView
 from entropix_jax.errors import UserError, check_range
-from entropix_jax.host.distributed import join
 from entropix_jax.host.interrupts import deferred_interrupts
 from entropix_jax.version import __version__
 
@@ -30,7 +35,10 @@ if TYPE_CHECKING:
     from entropix_jax.batch.output import Store
     from entropix_jax.batch.records import BadRecord, Record
     from entropix_jax.batch.run import BatchRun
+    from entropix_jax.batch.spread import HostedBatch, SpreadRun
 
+Description = tuple[tuple[str, ...], dict[str, Any]]  # notes for the user; identity of the run
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LARGEST = 2**31 - 1  # of what is counted
 
 
@@ -67,13 +75,11 @@ class Arguments:
     """Record this many of the most likely tokens at each position of the traces."""
     trace_layers: Flag = False
     """Add the attention entropy of each layer and head to each token of the traces."""
-    distributed: Flag = False
-    """Run one share of the records: this process is one of several, on a TPU VM, in a Slurm job, or
-    set by --processes and --process. Each writes its own part of the output."""
-    processes: OptionalCount = None
-    """Number of processes."""
-    process: Annotated[int | None, tyro.conf.arg(metavar="I", help_behavior_hint="")] = None
-    """Index of this process, from 0."""
+    ray: RayAddress = None
+    """Run on all nodes of the Ray cluster with this head (default: that of RAY_ADDRESS or of this
+    machine, else a new one on this machine)."""
+    cpus_per_actor: OptionalCount = None
+    """With --ray: cores of a process on a node without accelerators (default: all of the node)."""
     strict: Flag = False
     """Stop at the first record that cannot run instead of writing an error as its result."""
 
@@ -82,30 +88,48 @@ def run(arguments: Arguments) -> int:
     """Runs the command and returns its exit status."""
     # Without JAX, whose import takes most of a second: the command line and its files.
     _check(arguments)
-    from entropix_jax.batch.output import Store, check_output, part_address
+    from entropix_jax.batch.output import check_output
     from entropix_jax.batch.records import check_input
 
     check_input(arguments.input)
+    check_output(arguments.output, input=arguments.input)
+    if arguments.trace is not None:
+        _check_traces(arguments.trace, arguments.input, arguments.output)
+    if arguments.ray is None:
+        run, description = _prepare(arguments, arguments.trace)
+        return _run(arguments, run, description)
 
+    from entropix_jax.batch.spread import SpreadRun
+    from entropix_jax.host.cluster import Cluster
+
+    cluster = Cluster(
+        partial(_host, arguments),
+        address=arguments.ray,
+        cpus=arguments.cpus_per_actor,
+        devices=math.prod(map(int, re.findall(r"=\s*(\d+)", arguments.mesh or ""))),
+    )
+    traces = None if arguments.trace is None else Path(arguments.trace)
+    with cluster:
+        with deferred_interrupts(cluster.stop, _SIGNALS) as pressed:
+            description = cluster.describe()
+        if pressed:
+            return 128 + pressed[0]
+        return _run(arguments, SpreadRun(cluster, traces), description)
+
+
+def _prepare(arguments: Arguments, traces: str | None) -> "tuple[BatchRun, Description]":
+    """Loads the model. Returns the run, with its notes and everything that its results depend
+    on."""
     import jax
 
-    from entropix_jax.batch.run import BatchRun, Defaults, count_records
+    from entropix_jax.batch.run import BatchRun, Defaults
     from entropix_jax.engine.state import Recording
     from entropix_jax.model.loading import check_backend
     from entropix_jax.model.mesh import parse_mesh
     from entropix_jax.sampler.presets import code_identity
 
-    sampler = arguments.model.choose_sampler()
-    share = (0, 1)
-    output = arguments.output
-    if arguments.distributed:
-        share = join(arguments.processes, arguments.process)
-        output = part_address(output, *share)
-
     # Whether everything fits, before anything large is loaded.
-    check_output(output, input=arguments.input)
-    if arguments.trace is not None:
-        _check_traces(arguments.trace, arguments.input, arguments.output)
+    sampler = arguments.model.choose_sampler()
     name = model_name(arguments.model.model)
     check_backend()
     mesh = parse_mesh(arguments.mesh, jax.local_devices())
@@ -121,15 +145,10 @@ def run(arguments: Arguments) -> int:
         slots=slots,
         capacity=context,
         recording=Recording(top=arguments.trace_top, layers=arguments.trace_layers),
-        traces=None if arguments.trace is None else Path(arguments.trace),
+        traces=None if traces is None else Path(traces),
         name=name,
     )
-    for note in run.sampler.notes:
-        print(f"note: {note}", file=sys.stderr)
-
-    # Reading long files takes a while, but nothing can be lost yet: a signal ends the process.
-    total = count_records(arguments.input, share)
-    identity = {  # everything that the results depend on, and the input
+    identity = {
         "model": name,
         "model_fingerprint": model.fingerprint,
         "precision": model.precision.to_json(),
@@ -140,17 +159,39 @@ def run(arguments: Arguments) -> int:
         "version": __version__,
         **code_identity(run.sampler.mechanisms),
     }
-    store = Store(output, identity)
-    with deferred_interrupts(run.stop, (signal.SIGINT, signal.SIGTERM)) as pressed, store:
-        _run(arguments, run, store, share, total)
+    return run, (run.sampler.notes, identity)
+
+
+def _host(arguments: Arguments) -> "tuple[HostedBatch, Description]":
+    """Makes the batch of an actor."""
+    from entropix_jax.batch.spread import HostedBatch
+
+    traces = None if arguments.trace is None else tempfile.mkdtemp(prefix="entropix-jax-")
+    run, description = _prepare(arguments, traces)
+    return HostedBatch(run), description
+
+
+def _run(arguments: Arguments, run: "BatchRun | SpreadRun", description: Description) -> int:
+    """Runs the records that have no result, and returns the exit status."""
+    from entropix_jax.batch.output import Store
+    from entropix_jax.batch.run import count_records
+
+    notes, identity = description
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    # Reading long files takes a while, but nothing can be lost yet: a signal ends the process.
+    total = count_records(arguments.input)
+    store = Store(arguments.output, identity)
+    with deferred_interrupts(run.stop, _SIGNALS) as pressed, store:
+        _run_records(arguments, run, store, total)
     if not pressed:
         return EXIT_OK
     print("interrupted: run the same command again to continue", file=sys.stderr)
     return 128 + pressed[0]
 
 
-def _run(
-    arguments: Arguments, run: "BatchRun", store: "Store", share: tuple[int, int], total: int | None
+def _run_records(
+    arguments: Arguments, run: "BatchRun | SpreadRun", store: "Store", total: int | None
 ) -> None:
     """Runs the records that are not done, shows the progress, and sums up."""
     from entropix_jax.batch.records import read_records
@@ -167,7 +208,7 @@ def _run(
         store.write(record, result)
 
     started = time.perf_counter()
-    records = read_records(arguments.input, share=share)
+    records = read_records(arguments.input)
     with ProgressView(store, run, total) as view:
         run.run(records, write, store.is_done, view.looked)
     seconds = time.perf_counter() - started
@@ -175,7 +216,7 @@ def _run(
     failed = f" ({run.failed} of them with an error)" if run.failed else ""
     print(
         f"{_records(store.done)} done{failed} | {run.tokens} tokens in {seconds:.1f} s{speed}"
-        f" | {run.engine.used:.0%} of slots used",
+        f" | {run.usage}",
         file=sys.stderr,
     )
 
@@ -191,13 +232,7 @@ def _check(arguments: Arguments) -> None:
     check_range("--context", arguments.context, 2, _LARGEST)
     check_range("--max-new-tokens", arguments.text.max_new_tokens, 1, _LARGEST)
     check_range("--trace-top", arguments.trace_top, 0, _LARGEST)
-    place = (arguments.processes, arguments.process)
-    if not (arguments.distributed and None not in place) and place != (None, None):
-        raise UserError("--processes and --process go together, and need --distributed")
-    check_range("--processes", arguments.processes, 1)
-    check_range("--process", arguments.process, 0, (arguments.processes or 1) - 1)
-    if arguments.distributed and arguments.input == "-":
-        raise UserError("--distributed: each process reads all of --input: give a file, not -")
+    check_cluster(arguments.ray, arguments.cpus_per_actor)
     if (arguments.trace_top or arguments.trace_layers) and arguments.trace is None:
         raise UserError("--trace-top and --trace-layers need --trace DIR")
     if "://" in (arguments.trace or ""):

@@ -22,6 +22,7 @@ import docstring_parser
 import tyro
 
 from entropix_jax.errors import Note, UserError, check_range, printable
+from entropix_jax.host.cluster import ANY
 from entropix_jax.host.files import decode_text, read_text
 from entropix_jax.host.interrupts import EXIT_INTERRUPT
 from entropix_jax.model import find
@@ -58,6 +59,7 @@ File = Annotated[str | None, option("FILE")]
 Folder = Annotated[str | None, option("DIR")]
 Model = Annotated[str | None, option("MODEL")]
 Module = Annotated[str | None, option("MODULE")]
+RayAddress = Annotated[str | None, option("[HOST:PORT]")]
 _Weights = Literal["bfloat16", "float32", "int8"]
 _Activations = Literal["auto", "float32", "bfloat16"]
 _weights = option("{bfloat16,float32,int8}", _Weights, aliases=["--weights"])
@@ -202,6 +204,22 @@ class TextOptions:
         return {**values, "chat": chat, "stop": [*itertools.chain(*self.stop)]}
 
 
+def with_address(argv: Sequence[str]) -> list[str]:
+    """Returns a command line in which a --ray without an address has ANY."""
+    found = [*argv]
+    for place in [place for place, given in enumerate(argv) if given == "--ray"][:1]:
+        if found[place + 1 :] == [] or found[place + 1].startswith("-"):
+            found.insert(place + 1, ANY)
+    return found
+
+
+def check_cluster(ray: str | None, cpus_per_actor: int | None) -> None:
+    """Checks the options of a cluster by themselves."""
+    check_range("--cpus-per-actor", cpus_per_actor, 1)
+    if cpus_per_actor is not None and ray is None:
+        raise UserError("--cpus-per-actor needs --ray")
+
+
 Arguments = TypeVar("Arguments")
 
 
@@ -214,7 +232,7 @@ def parse(arguments: type[Arguments], argv: Sequence[str], prog: str) -> Argumen
         with contextlib.redirect_stderr(error):
             parsed, unknown = tyro.cli(
                 arguments,
-                args=argv,
+                args=with_address(argv),
                 prog=prog,
                 description=_describe_command(arguments, prog),
                 config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),

@@ -13,7 +13,6 @@ from rich.console import Console
 
 if TYPE_CHECKING:
     from entropix_jax.batch.output import Store
-    from entropix_jax.engine.engine import Engine
 
 _ERASE = "\r\x1b[2K"  # the cursor's line
 _COMPILATION = "/jax/core/compile/backend_compile_duration"  # event of each compiled program
@@ -98,10 +97,17 @@ class Speed:
 
 
 class Run(Protocol):
-    """A run in an engine. `tokens` counts its committed tokens."""
+    """A run here or on a cluster. `tokens` counts its committed tokens."""
 
     tokens: int
-    engine: "Engine"
+
+    @property
+    def begun(self) -> bool:
+        """Whether its first step, which waits for the compiler, is done."""
+
+    @property
+    def usage(self) -> str:
+        """How much of the slots or actors is used."""
 
 
 class ProgressView:
@@ -127,7 +133,7 @@ class ProgressView:
     def looked(self) -> None:
         """Updates the display if it is due."""
         now, run, done = time.monotonic(), self._run, self._store.done
-        if run.engine.steps > 1:
+        if run.begun:
             self._speed.add(run.tokens - self._tokens)
         else:  # the first step waits for the compiler
             self._begun, self._done = now, done
@@ -136,7 +142,7 @@ class ProgressView:
             return
         self._shown = now
         line = f"{done}{self._of} done | {run.tokens} tokens, {self.speed:.0f} tok/s"
-        line += f" | {run.engine.used:.0%} of slots used"
+        line += f" | {run.usage}"
         if self._total is not None and done > self._done:
             left = (self._total - done) * (now - self._begun) / (done - self._done)
             line += f" | {timedelta(seconds=round(left))} left"

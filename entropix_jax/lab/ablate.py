@@ -41,10 +41,11 @@ def run(arguments: Arguments) -> int:
     check_range("--items", arguments.items, 1)
     if None not in (arguments.rows, arguments.against):
         raise UserError("--rows and --against: give one of them")
-    path, own = find_sweep(arguments.sweep), own_mechanisms(arguments.plugin)
+    path = find_sweep(arguments.sweep)
     data = arguments.data if arguments.rows is None else arguments.data or "."
 
     def plan(calibrate: Calibrate) -> Sweep:
+        own = own_mechanisms(arguments.plugin)
         sweep = read_sweep(path, calibrate, own, data)
         most = arguments.items
         return sweep if most is None else replace(sweep, items=sweep.items.at_most(most))

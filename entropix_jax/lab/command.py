@@ -6,9 +6,9 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -20,7 +20,10 @@ from entropix_jax.cli.options import (
     Folder,
     Model,
     Module,
+    OptionalCount,
+    RayAddress,
     Texts,
+    check_cluster,
     model_name,
 )
 from entropix_jax.errors import check_range, require
@@ -66,10 +69,14 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions(RunOptions):
-    """`RunOptions` and the plugin of `ablate` and `evaluate`."""
+    """`RunOptions`, the plugin and the cluster of `ablate` and `evaluate`."""
 
     plugin: Module = None
     """Python module whose MECHANISMS the samplers may use. It is imported, so its code runs."""
+    ray: RayAddress = None
+    """Run on all nodes of the Ray cluster with this head; see batch."""
+    cpus_per_actor: OptionalCount = None
+    """With --ray: cores of a process on a node without accelerators (default: all of the node)."""
 
 
 def run_study(
@@ -89,9 +96,12 @@ def run_study(
     # Check what can be checked before the model is loaded.
     require("lab", "matplotlib", "pandas", "tabulate")
     check_range("--slots", options.slots, 1)
+    check_cluster(options.ray, options.cpus_per_actor)
     from entropix_jax.engine.preparation import calibrate_sampler
+    from entropix_jax.host.cluster import Cluster
     from entropix_jax.host.interrupts import deferred_interrupts
     from entropix_jax.lab.results import find_differences, name_trial, read_rows
+    from entropix_jax.lab.spread import PhaseCopy
     from entropix_jax.lab.study import Study
     from entropix_jax.model.loading import resolve_model
 
@@ -102,7 +112,19 @@ def run_study(
     path = resolve_model(model)
     # A hub snapshot's folder is named by its commit, so the hub id is kept as the name.
     name = path.resolve().name if Path(model).exists() else model
-    study = Study(load_once(), sweep, folder, name=name, slots=options.slots)
+
+    def spread(*phase: Any) -> Cluster:
+        copy = PhaseCopy(plan, partial(options.load, model), *phase)
+        return Cluster(copy, address=str(options.ray), cpus=options.cpus_per_actor)
+
+    study = Study(
+        load_once(),
+        sweep,
+        folder,
+        name=name,
+        slots=options.slots,
+        spread=None if options.ray is None else spread,
+    )
 
     with deferred_interrupts(study.stop, (signal.SIGINT, signal.SIGTERM)) as pressed:
         is_finished = study.run()

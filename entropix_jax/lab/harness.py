@@ -1,11 +1,10 @@
 """`entropix-jax harness`: the lm-evaluation-harness's command with this package's models."""
 
-import importlib
 import sys
 import traceback
 from collections.abc import Sequence
 
-from entropix_jax.cli.options import EXIT_OK
+from entropix_jax.cli.options import EXIT_OK, with_address
 from entropix_jax.errors import UserError
 
 _HELP = """usage: entropix-jax harness [OPTIONS]
@@ -14,7 +13,8 @@ Runs tasks of EleutherAI's lm-evaluation-harness with a model and a sampler of t
 
     entropix-jax harness --model_args pretrained=DIR,sampler=entropix,seed=1 --tasks gsm8k
 
-OPTIONS are those of `lm_eval run`. This command needs the extra `harness`, which is not installed:
+OPTIONS are those of `lm_eval run`, and --ray as in `entropix-jax batch`. This command needs the
+extra `harness`, which is not installed:
 
     pip install 'entropix-jax[harness]'
 
@@ -25,10 +25,10 @@ def run(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit status.
 
     The arguments are those of `lm_eval run`, where `--model entropix_jax` and `--batch_size auto`
-    are the defaults, or those of `lm_eval ls` and `lm_eval validate`.
+    are the defaults, and --ray, or those of `lm_eval ls` and `lm_eval validate`.
     """
     try:
-        importlib.import_module("entropix_jax.lab.harness_lm")  # registers the model
+        from entropix_jax.lab.harness_lm import EntropixLM  # registers the model
     except UserError:  # lm_eval is not installed
         if not {"-h", "--help"}.isdisjoint(arguments):
             print(_HELP)
@@ -39,7 +39,11 @@ def run(arguments: Sequence[str]) -> int:
     from entropix_jax.host.compile_cache import use_compilation_cache
 
     use_compilation_cache()
-    given = list(arguments)
+    given = list(with_address(arguments))
+    if "--ray" in given:
+        place = given.index("--ray")
+        EntropixLM.ray = given[place + 1]
+        del given[place : place + 2]
     if given[:1] == ["run"]:
         del given[0]
     if given[:1] not in (["ls"], ["validate"]):

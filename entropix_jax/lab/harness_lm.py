@@ -14,16 +14,20 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.generation import Generation
 from entropix_jax.engine.preparation import MIN_CAPACITY, bucket, calibrate_sampler
 from entropix_jax.engine.results import Request
 from entropix_jax.errors import UserError, nearest
+from entropix_jax.host.cluster import Cluster
 from entropix_jax.host.integers import check_integer
 from entropix_jax.lab.likelihood import log_likelihoods
+from entropix_jax.lab.spread import TextsCopy
 from entropix_jax.model.loading import load
 from entropix_jax.model.precision import WEIGHTS
 from entropix_jax.sampler.presets import load_sampler
@@ -61,7 +65,11 @@ class EntropixLM(TemplateLM):  # type: ignore[misc] # the harness has no types
     ignored and logged. A request's random numbers depend on the seed and its context, so its text
     depends neither on the order of requests nor on the batch. Log-likelihoods are the model's,
     without a sampler.
+
+    `ray` is the address of a cluster that generates the texts, see `Cluster`; None: here.
     """
+
+    ray: str | None = None
 
     def __init__(
         self,
@@ -106,7 +114,9 @@ class EntropixLM(TemplateLM):  # type: ignore[misc] # the harness has no types
         self.max_gen_toks = _parse_integer("max_gen_toks", max_gen_toks)
         self._seed = _parse_integer("seed", seed, -math.inf, None)
         chosen = load_sampler(str(sampler)).with_values(changes)
-        self.model = load(None if pretrained is None else str(pretrained), dtype)
+        where = None if pretrained is None else str(pretrained)
+        self._copy = partial(TextsCopy, where, dtype, str(sampler), changes)
+        self.model = load(where, dtype)
         positions = self.model.config.max_positions
         self.max_length = _parse_integer("max_length", max_length or positions, 2)
         if self.max_length > positions:
@@ -223,25 +233,43 @@ class EntropixLM(TemplateLM):  # type: ignore[misc] # the harness has no types
         if not requests:
             return []
         jobs = self._requests(requests)
-        texts = [""] * len(requests)
-        engine = None
-        if self._slots is not None:
-            longest = max(len(job.prompt) + job.max_new_tokens for job in jobs)
-            slots = min(self._slots, bucket(len(jobs), 1))
-            engine = Engine(self.model, slots=slots, capacity=bucket(longest, MIN_CAPACITY))
         # The longest first: what does not fit into memory fails at once.
         jobs.sort(key=lambda job: len(job.prompt), reverse=True)
+        texts = [""] * len(requests)
+
+        def finish(job: Request, text: str, error: str | None) -> None:
+            if error is not None:
+                raise UserError(f"request {job.tag}: {error}")
+            texts[job.tag] = text
+            self.cache_hook.add_partial("generate_until", requests[job.tag].args, text)
+            bar.update()
+
         with _bar("generate_until", len(jobs), disable_tqdm) as bar:
-            for event in Generation(self.model, jobs, engine=engine):
-                row, index = event.row, event.row.request.tag
-                if row.finish_reason is None:
-                    continue
-                if row.error is not None:
-                    raise UserError(f"request {index}: {row.error}")
-                texts[index] = row.text
-                self.cache_hook.add_partial("generate_until", requests[index].args, row.text)
-                bar.update()
+            self._generate(jobs, finish)
         return texts
+
+    def _generate(
+        self, jobs: Sequence[Request], finish: Callable[[Request, str, str | None], None]
+    ) -> None:
+        """Runs requests, and passes each with its text, and its error or None, to `finish`."""
+        capacity = bucket(max(len(job.prompt) + job.max_new_tokens for job in jobs), MIN_CAPACITY)
+        if self.ray is not None:
+            copy = self._copy(self._slots or _AUTO_BATCH, capacity)
+            with Cluster(copy, address=self.ray) as cluster:
+                plain = (replace(job, sampler=cast(Any, None)) for job in jobs)
+                cluster.run(
+                    plain,
+                    lambda job, found: finish(job, *found),
+                    lambda job, why: finish(job, "", why),
+                )
+            return
+        engine = None
+        if self._slots is not None:
+            slots = min(self._slots, bucket(len(jobs), 1))
+            engine = Engine(self.model, slots=slots, capacity=capacity)
+        for event in Generation(self.model, jobs, engine=engine):
+            if event.row.finish_reason is not None:
+                finish(event.row.request, event.row.text, event.row.error)
 
     def _requests(self, instances: list["Instance"]) -> list[Request]:
         """The engine's requests, tagged with the index of their instances."""

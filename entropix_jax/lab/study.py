@@ -12,8 +12,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -22,18 +21,24 @@ from typing import Any
 import jax
 
 from entropix_jax.batch.output import Store
-from entropix_jax.batch.records import content_hash
+from entropix_jax.batch.records import Record, content_hash
+from entropix_jax.batch.spread import SpreadRun
 from entropix_jax.cli.status import ProgressView
 from entropix_jax.engine.preparation import CalibratedSampler
 from entropix_jax.errors import UserError
+from entropix_jax.host.cluster import Cluster
 from entropix_jax.lab.outputs import describe, find_best, find_tasks, write_json, write_output
 from entropix_jax.lab.results import Row, read_results, write_rows
-from entropix_jax.lab.sweep import NONE, ByTask, Setting, Sweep, name_tuned
-from entropix_jax.lab.tasks.task import Split, Task
-from entropix_jax.lab.trials import TUNING, Phase, Question, TrialRun, read_questions
+from entropix_jax.lab.spread import identify
+from entropix_jax.lab.sweep import NONE, Setting, Sweep, name_tuned
+from entropix_jax.lab.tasks.task import Task
+from entropix_jax.lab.trials import TUNING, Phase, TrialRun, choose_settings, read_phase
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import code_identity
 from entropix_jax.version import __version__
+
+# The name of a phase, its settings, and an actor's slots and capacity, to its cluster.
+Spread = Callable[[str, tuple[tuple[str, str], ...], int, int], Cluster]
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "safetensors", "tokenizers")
 _CAPACITY_STEP = 64  # tokens; cache capacities are multiples of it
@@ -43,12 +48,21 @@ class Study:
     """One study on one model. A stopped study continues when the command is run again."""
 
     def __init__(
-        self, model: LanguageModel, sweep: Sweep, folder: Path, *, name: str, slots: int
+        self,
+        model: LanguageModel,
+        sweep: Sweep,
+        folder: Path,
+        *,
+        name: str,
+        slots: int,
+        spread: Spread | None = None,
     ) -> None:
         """Checks the sweep and creates the folder, before anything is computed.
 
         Args:
             name: the model's name in the results.
+            spread: makes the cluster for a phase, its settings as `choose_settings` takes them, and
+                the slots and capacity of an actor. None: the rows run here.
 
         Raises:
             UserError: an unknown task, two tasks with one name, or a folder that cannot be created.
@@ -58,6 +72,8 @@ class Study:
         self._sweep = sweep
         self._folder = folder
         self._slots = slots
+        self._spread = spread
+        self._cluster: Cluster | None = None
         self._capacity = 0
         self._run: TrialRun | None = None
         self._stopping = False
@@ -88,6 +104,8 @@ class Study:
         self._stopping = True
         if self._run is not None:
             self._run.engine.stop()
+        if self._cluster is not None:
+            self._cluster.stop()
 
     def run(self) -> bool:
         """Runs the rows that have no result yet, and writes tables, plots and the summary. Shows
@@ -100,31 +118,24 @@ class Study:
             UserError: the folder has another study's results, or cannot be written.
         """
         sweep, tuning = self._sweep, self._sweep.tuning
-        test = Phase(
-            "test",
-            tuple(self._questions(sweep.split, sweep.items, sweep.skip, self._tasks)),
-            sweep.seeds,
-            sweep.most_seeds,
-        )
-        settings, tuning_rows = list(sweep.settings), list[Row]()
+        test = read_phase(self._model, sweep, self._tasks, "test")
+        named, tuning_rows = [(one.name, one.name) for one in sweep.settings], list[Row]()
         if tuning is None:
-            self._shape((test, len(settings)))
+            self._shape((test, len(named)))
         else:
             # Tune: run all candidates on the tuning split, and add the best of each sampler.
-            scored = [task for task in self._tasks if task.scored]
-            questions = tuple(self._questions("tuning", tuning.items, NONE, scored))
-            phase = Phase(TUNING, questions, tuning.seeds)
+            phase = read_phase(self._model, sweep, self._tasks, TUNING)
             candidates = list(chain.from_iterable(tuning.candidates.values()))
-            number = len(settings) + len(tuning.candidates)
+            number = len(named) + len(tuning.candidates)
             self._shape((phase, len(candidates)), (test, number))
             about = {"split": "tuning", "items": tuning.items.to_json()}
-            found = self._run_phase(phase, about, candidates)
+            found = self._run_phase(phase, about, [(one.name, one.name) for one in candidates])
             if found is None:
                 return False
             tuning_rows = found
             best = {*find_best(found, tuning)["best"]}
-            settings += [
-                replace(one, name=name_tuned(name, group), varied={})
+            named += [
+                (name_tuned(name, group), one.name)
                 for name, group in tuning.candidates.items()
                 for one in group
                 if one.name in best
@@ -134,20 +145,12 @@ class Study:
         about = {"split": sweep.split, "items": sweep.items.to_json()}
         optional = {"skip": sweep.skip, "most_seeds": sweep.most_seeds}
         about |= {key: value.to_json() for key, value in optional.items() if value != NONE}
-        rows = self._run_phase(test, about, settings)
+        rows = self._run_phase(test, about, named)
         if rows is None:
             return False
-        self._write(settings, tuning_rows, rows)
+        self._write(choose_settings(sweep, named), tuning_rows, rows)
         self.rows = rows
         return True
-
-    def _questions(
-        self, split: Split, items: ByTask, skip: ByTask, tasks: Sequence[Task]
-    ) -> Iterator[Question]:
-        for task in tasks:
-            numbers = (items.of(task.name) or 0, self._sweep.max_new_tokens.of(task.name))
-            skipped = skip.of(task.name) or 0
-            yield from read_questions(self._model, task, split, *numbers, skipped)
 
     def _shape(self, *phases: tuple[Phase, int]) -> None:
         """Sets the rows in parallel and their cache capacity, the same for all phases, so that they
@@ -158,9 +161,10 @@ class Study:
         self._capacity = min(capacity, self._model.config.max_positions)
 
     def _run_phase(
-        self, phase: Phase, about: Mapping[str, Any], settings: Sequence[Setting]
+        self, phase: Phase, about: Mapping[str, Any], named: Sequence[tuple[str, str]]
     ) -> list[Row] | None:
         """Runs the rows of a phase without a result; None if the run was stopped."""
+        settings = choose_settings(self._sweep, named)
         number = phase.rows * len(settings)
         self._run = run = TrialRun(
             self._model, settings, slots=self._slots, capacity=self._capacity
@@ -172,11 +176,35 @@ class Study:
             if not all(done) and not self._stopping:
                 before = f", {store.done} already done" if store.done else ""
                 print(f"{phase.name}: {number} rows{before}", file=sys.stderr)
-                with ProgressView(store, run, number) as view:
-                    run.run(phase.trials(settings), store, view.looked)
+                if self._spread is None:
+                    with ProgressView(store, run, number) as view:
+                        run.run(phase.trials(settings), store, view.looked)
+                else:
+                    records = (trial.record for trial in phase.trials(settings))
+                    cluster = self._spread(phase.name, tuple(named), self._slots, self._capacity)
+                    self._run_there(cluster, records, store, number)
         if self._stopping:
             return None
         return read_results(path, (trial.id for trial in phase.trials(settings)))
+
+    def _run_there(
+        self, cluster: Cluster, records: Iterator[Record], store: Store, number: int
+    ) -> None:
+        """Runs the rows of a phase on a cluster. UserError if its model differs from that here."""
+
+        def write(record: Any, result: Mapping[str, Any]) -> None:
+            if "score" not in result:
+                raise UserError(f"{record.id}: {result['error']}")
+            store.write(record, result)
+
+        self._cluster, run = cluster, SpreadRun(cluster)
+        with cluster:
+            there, own = cluster.describe(), identify(self._model)
+            if there not in (None, own):
+                problem = f"its nodes use another model or precision: {there}, here {own}"
+                raise UserError(f"--ray: {problem}: give --dtype and --precision")
+            with ProgressView(store, run, number) as view:
+                run.run(records, write, store.is_done, view.looked)
 
     def _identity(
         self,

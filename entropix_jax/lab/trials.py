@@ -6,14 +6,13 @@ import hashlib
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count, islice
-from typing import Any, SupportsFloat
+from itertools import chain, count, islice
+from typing import Any, Protocol, SupportsFloat
 
-from entropix_jax.batch.output import Store
 from entropix_jax.batch.records import Record, content_hash
 from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.preparation import CalibratedSampler, calibrate_sampler, encode_prompt
@@ -22,7 +21,7 @@ from entropix_jax.engine.search import Search, recording_for
 from entropix_jax.engine.state import Recording
 from entropix_jax.errors import Note, UserError
 from entropix_jax.lab.measures import measure_row
-from entropix_jax.lab.sweep import NONE, ByTask, Setting
+from entropix_jax.lab.sweep import NONE, ByTask, Setting, Sweep
 from entropix_jax.lab.tasks.task import Item, Split, Task
 from entropix_jax.model.loading import LanguageModel
 
@@ -182,6 +181,43 @@ class Phase:
         return (Trial(number, self.name, *row) for number, row in enumerate(rows))
 
 
+def read_phase(model: LanguageModel, sweep: Sweep, tasks: Sequence[Task], name: str) -> Phase:
+    """Tokenizes the questions of the phase of this name."""
+
+    def questions(split: Split, items: ByTask, skip: ByTask, of: Sequence[Task]) -> Any:
+        for task in of:
+            numbers = items.of(task.name) or 0, sweep.max_new_tokens.of(task.name)
+            yield from read_questions(model, task, split, *numbers, skip.of(task.name) or 0)
+
+    if name == TUNING:
+        assert sweep.tuning is not None
+        scored = [task for task in tasks if task.scored]
+        asked = questions("tuning", sweep.tuning.items, NONE, scored)
+        return Phase(name, tuple(asked), sweep.tuning.seeds)
+    asked = questions(sweep.split, sweep.items, sweep.skip, tasks)
+    return Phase(name, tuple(asked), sweep.seeds, sweep.most_seeds)
+
+
+def choose_settings(sweep: Sweep, named: Sequence[tuple[str, str]]) -> list[Setting]:
+    """Returns settings, each of a name and of the name of the sweep's own that it is."""
+    tuned = () if sweep.tuning is None else chain.from_iterable(sweep.tuning.candidates.values())
+    own = {setting.name: setting for setting in (*sweep.settings, *tuned)}
+    return [
+        own[source] if source == name else replace(own[source], name=name, varied={})
+        for name, source in named
+    ]
+
+
+class Results(Protocol):
+    """What takes results; see `Store`."""
+
+    def is_done(self, record: Record) -> bool:
+        """Whether a record has its result."""
+
+    def write(self, record: Record, result: Mapping[str, Any]) -> None:
+        """Takes the result of a record."""
+
+
 class TrialRun:
     """Runs trials of any settings in one batch, and stores their results."""
 
@@ -206,8 +242,11 @@ class TrialRun:
         )
         self.engine = Engine(model, slots=slots, capacity=capacity, recording=recording)
 
-    def run(self, trials: Iterable[Trial], store: Store, on_event: Callable[[], None]) -> None:
-        """Runs the trials without a result in the store. Calls `on_event` after each token."""
+    def run(
+        self, trials: Iterable[Trial | None], store: Results, on_event: Callable[[], None]
+    ) -> None:
+        """Runs the trials without a result in the store. Calls `on_event` after each token. None
+        stands for no trial yet, and ends the run if no row runs."""
         for event in self.engine.run(self._rows(trials, store)):
             self.tokens += event.token is not None and not event.retracted
             search: Search = event.row.request.tag
@@ -217,14 +256,27 @@ class TrialRun:
                 store.write(trial.record, make_result(trial, search, seconds))
             on_event()
 
+    @property
+    def begun(self) -> bool:
+        """Whether the first step, which waits for the compiler, is done."""
+        return self.engine.steps > 1
+
+    @property
+    def usage(self) -> str:
+        """The share of slots with a row."""
+        return f"{self.engine.used:.0%} of slots used"
+
     def _calibrated(self, setting: Setting) -> CalibratedSampler:
         try:
             return calibrate_sampler(setting.sampler, self._model)
         except UserError as error:
             raise UserError(f"setting '{setting.name}': {error}") from None
 
-    def _rows(self, trials: Iterable[Trial], store: Store) -> Iterator[Row]:
+    def _rows(self, trials: Iterable[Trial | None], store: Results) -> Iterator[Row | None]:
         for trial in trials:
+            if trial is None:
+                yield None
+                continue
             if store.is_done(trial.record):
                 continue
             request = self._request(trial)

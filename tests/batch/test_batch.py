@@ -8,7 +8,6 @@ import json
 import os
 import random
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -323,10 +322,9 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--slots", "0"], "--slots must be at least 1, not 0"),
     (["--context", "999"], "--context 999: the model has 120 positions"),
     (["--trace-top", "2"], "--trace-top and --trace-layers need --trace DIR"),
-    (["--process", "1"], "--processes and --process go together, and need --distributed"),
-    (["--distributed", "--input", "-"], "each process reads all of --input"),
-    (["--distributed"], "--distributed: outside a TPU VM or Slurm give --processes and --process"),
-    (["--distributed", "--processes", "2", "--process", "2"], "--process must be at most 1, not 2"),
+    (["--cpus-per-actor", "1"], "--cpus-per-actor needs --ray"),
+    (["--ray", "ray://host:1"], "--ray ray://host:1: must be HOST:PORT"),
+    (["--ray", "127.0.0.1:9"], "--ray 127.0.0.1:9: no cluster answers: "),
     (["--input", "empty.jsonl"], "error: empty.jsonl: holds no records"),
     (["--mesh", "data=3"], "mesh 'data=3': 3 x 1 = 3 devices, but there are 2"),
     (["--slots", "3"], "mesh data=2,model=1: 3 slots cannot be split evenly over data=2"),
@@ -450,48 +448,3 @@ def test_a_run_stops_between_records(model: LanguageModel, what: str) -> None:
     os.close(writing)
     assert left < 50
     assert looks < 60
-
-
-# Hosts
-
-
-def test_two_processes_equal_one(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process needs only its index and the count. The joined parts are the output of a batch."""
-    place.write([*records(9), BAD[0][0]])
-    length = ("--max-new-tokens", 8)
-    assert place.run(*length, "--distributed", "--processes", 2, "--process", 0).status == EXIT_OK
-    for name, value in {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}.items():
-        monkeypatch.setenv(name, value)
-    assert place.run(*length, "--distributed").status == EXIT_OK
-    parts = sorted(place.path.glob("out.part-*.jsonl"))
-    assert [path.read_bytes().count(b"\n") for path in parts] == [5, 5]
-    assert not place.output.exists()
-    place.output.write_bytes(b"".join(path.read_bytes() for path in parts))
-    assert "note: 10 records done already" in place.run(*length).err
-    alone = place.path / "alone.jsonl"
-    assert place.run("--output", alone, *length).status == EXIT_OK
-    assert same(place.read(), place.read(alone))
-
-
-def test_the_script_for_a_tpu_vm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fake gcloud prints its arguments. The script runs exactly one command."""
-    fake = tmp_path / "gcloud"
-    fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        script = ROOT / "scripts" / "tpu_vm_batch.sh"
-        return subprocess.run([script, *arguments], capture_output=True, text=True, check=False)
-
-    own = ["--input", "gs://b/in.jsonl", "--output", "gs://b/o.jsonl", "--stop", "it's; rm -rf"]
-    for given, folder in {"": "entropix_jax", "~/x y": "x y", "/opt/x": "/opt/x"}.items():
-        monkeypatch.setenv("ENTROPIX_DIR", given)
-        *words, command = run("pod", "us-central1-a", *own).stdout.splitlines()
-        asked = "compute tpus tpu-vm ssh pod --zone us-central1-a --worker=all --command"
-        assert words == asked.split()
-        start = ".venv/bin/python -m entropix_jax batch --distributed".split()
-        assert shlex.split(command) == ["cd", folder, "&&", *start, *own]
-    usage = run("pod")
-    assert usage.returncode == 2
-    assert "scripts/tpu_vm_batch.sh NAME ZONE --input" in usage.stderr

@@ -186,21 +186,6 @@ def test_digests_depend_on_the_text_of_a_record() -> None:
     assert len({first.digest, *(read(other, "csv")[0].digest for other in others)}) == 6
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
-def test_shares(suffix: str) -> None:
-    """Each record is in one share, and each share checks the ids of all records."""
-    lines = [one(prompt="a", id=n % 9) if n % 5 else "{" for n in range(20)]
-    if suffix == "csv":
-        lines = ["prompt,id", *(f"a,{n % 9}" if n % 5 else "a" for n in range(20))]
-    data = "\n\n".join(lines)
-    whole = read(data, suffix)
-    assert {type(record) for record in whole} == {Record, BadRecord}
-    for count in (1, 3, 50):
-        shares = [read(data, suffix, share=(i, count)) for i in range(count)]
-        assert [shares[n % count][n // count] for n in range(20)] == whole
-        assert sum(map(len, shares)) == 20
-
-
 def test_a_quote_that_is_not_closed() -> None:
     """The rows up to the next quote are an error. The other rows are read."""
     rows = ['"a"', '"b', *(f'"{n}"' for n in range(5))]

@@ -1,0 +1,80 @@
+"""A batch on a Ray cluster: what its actors run, and the run as the command sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from entropix_jax.batch.records import BadRecord, Record
+from entropix_jax.batch.run import BatchRun, Write, file_name
+from entropix_jax.host.cluster import Cluster
+from entropix_jax.host.files import replacing
+
+
+class HostedBatch:
+    """A batch in an actor. A result that has a trace contains its text as `trace`."""
+
+    def __init__(self, run: BatchRun) -> None:
+        self.slots = run.slots
+        self._run = run
+
+    def run(self, items: Iterator[Any], write: Callable[[Any, Any], None]) -> None:
+        """Runs records as they come; see `BatchRun.run`."""
+
+        def finish(record: Any, result: Mapping[str, Any]) -> None:
+            trace = {}
+            if self._run.traces is not None and "text" in result:
+                path = self._run.trace_of(record)
+                trace["trace"] = path.read_text(encoding="utf-8")
+                path.unlink()
+            write(record, {**result, **trace})
+
+        self._run.run(items, finish)
+
+
+class SpreadRun:
+    """A run of records on a cluster, with the parts of a `BatchRun` that commands use."""
+
+    def __init__(self, cluster: Cluster, traces: Path | None = None) -> None:
+        """`traces` is the folder of the records' traces, if wanted."""
+        self.tokens = self.failed = 0
+        self._cluster = cluster
+        self._traces = traces
+
+    def run(
+        self,
+        records: Iterable[Record | BadRecord],
+        write: Write,
+        is_done: Callable[[Record | BadRecord], bool],
+        looked: Callable[[], None],
+    ) -> None:
+        """Runs the records; see `BatchRun.run`."""
+
+        def finish(record: Any, result: dict[str, Any]) -> None:
+            if (trace := result.pop("trace", None)) is not None and self._traces is not None:
+                with replacing(self._traces / f"{file_name(record.id)}.jsonl") as scratch:
+                    scratch.write_text(trace, encoding="utf-8")
+            self.tokens += result.get("tokens", 0)
+            self.failed += "error" in result
+            write(record, result)
+
+        def fail(record: Any, problem: str) -> None:
+            finish(record, {"error": problem, "finish_reason": "error"})
+
+        todo = (record for record in records if not is_done(record))
+        self._cluster.run(todo, finish, fail, looked)
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is a result."""
+        return self._cluster.results > 0
+
+    @property
+    def usage(self) -> str:
+        """The number of actors that run."""
+        return self._cluster.summary
+
+    def stop(self) -> None:
+        """Ends the run soon. Safe to call in a signal handler."""
+        self._cluster.stop()

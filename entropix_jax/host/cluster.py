@@ -1,0 +1,347 @@
+"""Runs work on a Ray cluster: actors that each hold a model, and take items as they finish others.
+
+An actor runs its items as one continuous batch, and has a few more of them than slots. It gets as
+many new items as it returns results, so a faster actor takes more. An actor or node that dies is
+replaced while the run continues, and its unfinished items run again.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import socket
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any, Protocol
+
+from entropix_jax.errors import UserError, require
+from entropix_jax.version import __version__
+
+ANY = "auto"  # the cluster of RAY_ADDRESS or of this machine, else a new one on this machine
+_MOST_DEATHS = 3  # of actors with an item, or of those that were started in one place
+_LOOK_SECONDS = 0.2  # between looks at a request to stop
+_NODES_SECONDS = 1.0  # between looks for nodes that came or died
+_CONNECT_SECONDS = 20.0
+_SPARE = 2  # for this many slots an actor has one item more than slots
+
+Item = tuple[int, Any]  # its number in the input, and what the work gets
+
+
+class Work(Protocol):
+    """Items that an actor runs as one batch."""
+
+    @property
+    def slots(self) -> int:
+        """The number of items that run at once."""
+
+    def run(self, items: Iterator[Any], write: Callable[[Any, Any], None]) -> None:
+        """Runs items, fetched as slots become free, and passes each with its result to `write`.
+        None stands for no item yet. It ends the run if no item runs."""
+
+
+# Called in each actor, which gets it pickled. Returns the work, and its description, which is the
+# same in all actors.
+Make = Callable[[], tuple[Work, Any]]
+
+
+class _Host:
+    """An actor. Its work runs in a thread, which takes items from a queue."""
+
+    def __init__(self) -> None:
+        self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def load(self, make: Make, version: str, cpus: int | None) -> tuple[str, int, Any]:
+        """Makes the work. Returns an error or "", the number of slots, and the description."""
+        if version != __version__:
+            there = f"has entropix-jax {__version__}, this machine has {version}"
+            return f"{there}: install the same", 0, None
+        if cpus is not None:
+            os.environ["NPROC"] = str(cpus)  # for XLA, which else takes all cores
+        try:
+            work, about = make()
+        except UserError as error:
+            return str(error), 0, None
+        threading.Thread(target=self._run, args=(work,), daemon=True).start()
+        return "", work.slots, about
+
+    def exchange(self, items: list[Item]) -> list[Item]:
+        """Takes items, waits for the result of one of all that it has, and returns the results
+        since the last call. Raises what the work raised."""
+        for item in items:
+            self._items.put(item)
+        results = [self._results.get()]
+        with suppress(queue.Empty):
+            while True:
+                results.append(self._results.get_nowait())
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return results
+
+    def _run(self, work: Work) -> None:
+        running: dict[int, Item] = {}  # by the id of what the work got
+
+        def available(item: Item | None) -> Iterator[Any]:
+            while True:
+                if item is not None:
+                    running[id(item[1])] = item
+                yield None if item is None else item[1]
+                item = None if self._items.empty() else self._items.get()
+
+        def write(item: Any, result: Any) -> None:
+            self._results.put((running.pop(id(item))[0], result))
+
+        try:
+            while True:
+                work.run(available(self._items.get()), write)
+        except BaseException as error:
+            self._results.put(error)
+
+
+@dataclass(eq=False)
+class _Actor:
+    """An actor as the driver sees it."""
+
+    handle: Any
+    place: tuple[str, int]  # the node's id, and a number on that node
+    address: str  # of the node
+    call: Any  # what to wait for; None: the actor is idle
+    slots: int = 0  # 0 until it has loaded
+    items: dict[int, Any] = field(default_factory=dict)  # unfinished ones, by number
+    is_alone: bool = False  # it runs one item, which may have killed others
+
+
+class Cluster:
+    """A connection to a Ray cluster with its actors, as a context manager.
+
+    `results` counts those so far.
+    """
+
+    def __init__(
+        self, make: Make, *, address: str = ANY, cpus: int | None = None, devices: int = 1
+    ) -> None:
+        """Starts nothing.
+
+        Args:
+            address: HOST:PORT of the cluster's head, or ANY.
+            cpus: cores of an actor on a node without accelerators; None: all of the node's.
+            devices: GPUs of an actor. An actor on a TPU host has all chips of the host.
+        """
+        require("ray", "ray")
+        self.results = 0
+        self._make, self._address = make, address
+        self._cpus, self._devices = cpus, devices
+        self._actors: list[_Actor] = []
+        self._items: Iterator[Item] = iter(())
+        self._more = False  # whether there may be more of them
+        self._again: deque[Item] = deque()  # of actors that died
+        self._suspects: deque[Item] = deque()  # of two that died
+        self._deaths: Counter[Any] = Counter()  # by an item's number, or by place while loading
+        self._reason = ""  # of the last death
+        self._about: Any = None
+        self._looked = -_NODES_SECONDS
+        self._stopping = False
+
+    @property
+    def summary(self) -> str:
+        """The state of the cluster in a line of progress."""
+        ready = sum(actor.slots > 0 for actor in self._actors)
+        return f"{ready} of {len(self._actors)} actors"
+
+    def __enter__(self) -> Cluster:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray's telemetry
+        import ray
+
+        if self._address != ANY:
+            _check_address(self._address)
+        try:
+            ray.init(
+                None if self._address == ANY else self._address,
+                log_to_driver=False,
+                logging_level="critical",
+            )
+        except Exception as error:  # Ray raises the bare class, too
+            raise UserError(f"--ray {self._address}: {_reason(error)}") from None
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        import ray
+
+        for actor in self._actors:
+            ray.kill(actor.handle)
+        ray.shutdown()
+
+    def stop(self) -> None:
+        """Ends the run soon; unfinished items have no result. Safe to call in a signal handler."""
+        self._stopping = True
+
+    def describe(self) -> Any:
+        """Waits for the first actor, and returns the description of its work; None after `stop`.
+        UserError as `run`."""
+        while self._about is None and not self._stopping:
+            self._start_actors()
+            for actor in self._answered():
+                self._receive(actor)
+        return self._about
+
+    def run(
+        self,
+        items: Iterable[Any],
+        write: Callable[[Any, Any], None],
+        fail: Callable[[Any, str], None],
+        looked: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Runs items, fetched as actors take them, and passes each with its result to `write`, in
+        order of completion.
+
+        An item that dies with its actor for the third time, then alone in it, goes to `fail` with a
+        message. `looked` is called several times a second.
+
+        Raises:
+            UserError: an actor cannot load, the work raised it, or no actor can be started.
+        """
+        self._items, self._more = iter(enumerate(items)), True
+        while not self._stopping:
+            looked()
+            self._start_actors()
+            for actor in self._answered():
+                for number, result in self._receive(actor):
+                    self.results += 1
+                    write(actor.items.pop(number), result)
+            for number, item in [*self._again]:
+                if self._deaths[number] >= _MOST_DEATHS:
+                    self._again.remove((number, item))
+                    fail(item, f"its process died {_MOST_DEATHS} times: {self._reason}")
+            for actor in self._actors:
+                if actor.slots and actor.call is None:
+                    self._give(actor)
+            unfinished = any(actor.items for actor in self._actors)
+            if not (self._more or self._again or self._suspects or unfinished):
+                return
+
+    def _start_actors(self) -> None:
+        """Starts an actor in each place of the nodes that has none. UserError if there is none."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        if time.monotonic() < self._looked + _NODES_SECONDS:
+            return
+        self._looked = time.monotonic()
+        taken = {actor.place for actor in self._actors}
+        for node in ray.nodes():
+            needs, number = self._needs(node["Resources"]) if node["Alive"] else ({}, 0)
+            for index in range(number):
+                place = node["NodeID"], index
+                if place in taken or self._deaths[place] >= _MOST_DEATHS:
+                    continue
+                here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+                handle = ray.remote(_Host).options(scheduling_strategy=here, **needs).remote()
+                call = handle.load.remote(self._make, __version__, self._cpus)
+                self._actors.append(_Actor(handle, place, node["NodeManagerAddress"], call))
+        if not self._actors:
+            own = f"{self._cpus} CPUs" if self._cpus else "a free device or core"
+            reason = f"actors die while they load: {self._reason}" if self._reason else ""
+            raise UserError(f"--ray {self._address}: {reason or f'no node has {own}'}")
+
+    def _needs(self, node: Mapping[str, float]) -> tuple[dict[str, Any], int]:
+        """Returns what an actor takes of a node's resources, and the number of actors for it."""
+        if chips := node.get("TPU"):
+            return {"resources": {"TPU": chips}}, 1
+        if gpus := node.get("GPU"):
+            return {"num_gpus": self._devices}, int(gpus) // self._devices
+        cores = int(node.get("CPU", 0))
+        cpus = self._cpus or cores
+        return {"num_cpus": cpus}, cores // cpus if cpus else 0
+
+    def _answered(self) -> list[_Actor]:
+        """Waits a moment for an actor whose call has ended."""
+        import ray
+
+        calls = {actor.call: actor for actor in self._actors if actor.call is not None}
+        if not calls:
+            time.sleep(_LOOK_SECONDS)
+            return []
+        ended, _ = ray.wait([*calls], num_returns=1, timeout=_LOOK_SECONDS)
+        return [calls[call] for call in ended]
+
+    def _receive(self, actor: _Actor) -> list[Item]:
+        """Returns an actor's results, none if it has only now loaded or has died."""
+        import ray
+        from ray.exceptions import RayActorError, RayTaskError
+
+        call, actor.call = actor.call, None
+        try:
+            answer = ray.get(call)
+        except RayTaskError as error:
+            if isinstance(error.cause, UserError):
+                raise UserError(f"{actor.address}: {error.cause}") from None
+            raise
+        except RayActorError as error:
+            self._bury(actor, _reason(error))
+            return []
+        if actor.slots:
+            results: list[Item] = answer
+            return results
+        problem, actor.slots, about = answer
+        if problem:
+            raise UserError(f"{actor.address}: {problem}")
+        if self._about not in (None, about):
+            raise UserError(f"{actor.address}: the model or its settings differ from other nodes")
+        self._about = about
+        return []
+
+    def _bury(self, actor: _Actor, reason: str) -> None:
+        """Takes the items of an actor that died. One that died twice runs alone the next time."""
+        import ray
+
+        ray.kill(actor.handle)  # it may only be out of reach
+        self._actors.remove(actor)
+        self._reason = f"{actor.address}: {reason}"
+        self._deaths.update([*actor.items] if actor.slots else [actor.place])
+        for item in actor.items.items():
+            again = self._suspects if self._deaths[item[0]] == _MOST_DEATHS - 1 else self._again
+            again.append(item)
+
+    def _give(self, actor: _Actor) -> None:
+        """Gives an idle actor items."""
+        given = list[Item]()
+        if self._suspects and not actor.items:
+            actor.is_alone, given = True, [self._suspects.popleft()]
+        elif not (actor.is_alone and actor.items):
+            actor.is_alone = False
+            room = actor.slots + -(-actor.slots // _SPARE) - len(actor.items)
+            given = [*islice(chain(_drain(self._again), self._items), room)]
+            self._more &= len(given) == room
+        actor.items.update(given)
+        if actor.items:
+            actor.call = actor.handle.exchange.remote(given)
+
+
+def _drain(items: deque[Item]) -> Iterator[Item]:
+    while items:
+        yield items.popleft()
+
+
+def _check_address(address: str) -> None:
+    """UserError unless something answers at HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "//" in address:
+        raise UserError(f"--ray {address}: must be HOST:PORT, the address of the cluster's head")
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(f"--ray {address}: no cluster answers: {error}") from None
+
+
+def _reason(error: Exception) -> str:
+    """Returns the last exception that an error's text names, else its first line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"\w+(Error|Exception): ", line)]
+    return (named[-1:] or lines or [type(error).__name__])[0]

@@ -1,0 +1,150 @@
+"""Runs on a Ray cluster of two nodes on this machine: what actors do, and whole commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from entropix_jax.errors import UserError
+from entropix_jax.host.cluster import Cluster
+from tests.support.commands import run_command
+
+pytest.importorskip("ray", reason="needs the extra ray")
+from ray.cluster_utils import Cluster as Nodes
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    """Two nodes of one core each."""
+    size = {"num_cpus": 1, "object_store_memory": 80_000_000}
+    nodes = Nodes(initialize_head=True, head_node_args=size | {"include_dashboard": False})
+    nodes.add_node(**size)
+    yield nodes
+    nodes.shutdown()
+
+
+class Squares:
+    """Work that squares numbers, two at a time. A number may kill its process, once or always."""
+
+    slots = 2
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def run(self, items: Iterator[Any], write: Callable[[Any, Any], None]) -> None:
+        """Runs the items."""
+        for item in items:
+            if item is None:
+                return
+            number, does = item
+            done = self._folder / str(number)
+            if does == "die" or (does == "die once" and not done.exists()):
+                done.touch()
+                os._exit(1)
+            if does == "wait":
+                time.sleep(0.05)
+            if does == "refuse":
+                raise UserError(f"{number} is refused")
+            write(item, number * number)
+
+
+def make(folder: Path) -> tuple[Squares, str]:
+    return Squares(folder), "squares"
+
+
+def run(
+    nodes: Nodes, folder: Path, items: list[tuple[int, str]], looked: Any = lambda cluster: None
+) -> tuple[dict[int, int], dict[int, str]]:
+    """Returns the results and the failures of items, by number."""
+    found, failed = dict[int, int](), dict[int, str]()
+
+    def write(item: Any, result: int) -> None:
+        assert item[0] not in found
+        found[item[0]] = result
+
+    def fail(item: Any, problem: str) -> None:
+        failed[item[0]] = problem
+
+    with Cluster(partial(make, folder), address=nodes.address) as cluster:
+        assert cluster.describe() == "squares"
+        cluster.run(iter(items), write, fail, lambda: looked(cluster))
+    return found, failed
+
+
+def test_each_item_has_its_result_once(nodes: Nodes, tmp_path: Path) -> None:
+    found, failed = run(nodes, tmp_path, [(number, "") for number in range(200)])
+    assert found == {number: number * number for number in range(200)}
+    assert not failed
+
+
+def test_items_of_an_actor_that_dies_run_again(nodes: Nodes, tmp_path: Path) -> None:
+    items = [(number, "die once" if number % 7 == 0 else "wait") for number in range(30)]
+    found, failed = run(nodes, tmp_path, items)
+    assert found == {number: number * number for number in range(30)}
+    assert not failed
+
+
+def test_an_item_that_kills_its_actor_three_times_fails(nodes: Nodes, tmp_path: Path) -> None:
+    """The items that were in these actors with it have results."""
+    items = [(number, "die" if number == 5 else "wait") for number in range(12)]
+    found, failed = run(nodes, tmp_path, items)
+    assert found == {number: number * number for number in range(12) if number != 5}
+    assert [*failed] == [5]
+    assert failed[5].startswith("its process died 3 times: ")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Returns results by line, without timings."""
+    lines = map(json.loads, path.read_text().splitlines())
+    return {line["line"]: line | {"timings": None} for line in lines}
+
+
+def test_a_batch_equals_that_of_one_machine(nodes: Nodes, tmp_path: Path, folder: str) -> None:
+    """Results and traces are equal but for times. The run on the cluster is continued here."""
+    given = [{"prompt": "Once", "seed": seed, "id": f"r{seed}"} for seed in range(9)]
+    given[2]["sampler"], given[5]["max_new_tokens"] = "greedy", 3
+    lines = [*map(json.dumps, given), '{"prompt": 5}']
+    (tmp_path / "in.jsonl").write_text("".join(line + "\n" for line in lines))
+    own = ["--input", str(tmp_path / "in.jsonl"), "--model", folder, "--slots", "2"]
+    own += ["--max-new-tokens", "8", "--precision", "float32"]
+    for name, more in (("here", []), ("there", ["--ray", nodes.address, "--cpus-per-actor", "1"])):
+        paths = ["--output", str(tmp_path / f"{name}.jsonl"), "--trace", str(tmp_path / name)]
+        result = run_command("batch", *own, *paths, *more)
+        assert (result.status, result.out) == (0, "")
+    here, there = read(tmp_path / "here.jsonl"), read(tmp_path / "there.jsonl")
+    assert there == here
+    traces = [
+        sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("here", "there")
+    ]
+    assert traces[0] == traces[1] == sorted(f"r{seed}.jsonl" for seed in range(9))
+    again = run_command("batch", *own, "--output", str(tmp_path / "there.jsonl"))
+    assert "note: 10 records done already" in again.err
+
+
+def test_an_ablation_equals_that_of_one_machine(nodes: Nodes, tmp_path: Path) -> None:
+    """With tuning: the actors get the tuned sampler by the name of its candidate."""
+    own = [
+        "--task",
+        "sums",
+        "--model",
+        "tiny",
+        "--sampler",
+        "temperature",
+        "greedy",
+        "--items",
+        "3",
+    ]
+    own += ["--seeds", "1", "--tune", "2", "--tune-items", "2", "--slots", "4"]
+    for name, more in (("here", []), ("there", ["--ray", nodes.address])):
+        folder = tmp_path / name
+        assert run_command("evaluate", *own, "--output", str(folder), *more).status == 0
+    for phase in ("tuning", "test"):
+        here, there = (read(tmp_path / name / f"{phase}.jsonl") for name in ("here", "there"))
+        assert there == here
