@@ -44,7 +44,7 @@ export class Thresholds {
   }
 
   move(values) {
-    const node = this.session.current;
+    const node = this.session.displayed;
     this.values = values;
     this.bounds = boundsOf(node.facts.boxes, values);
     const problem = this.settings.refresh(values);
@@ -57,7 +57,7 @@ export class Thresholds {
 
   drop() {
     const { values } = this;
-    const node = this.session.current;
+    const node = this.session.displayed;
     if (!values || !node) return;
     const changes = changesOf(node.facts, values);
     if (!this.settings.refresh(values) && Object.keys(changes).length) this.regenerate(changes, values);
@@ -65,7 +65,8 @@ export class Thresholds {
 
   // Regenerates with changed settings, by their keys. `moved` has the thresholds if those changed.
   regenerate(changes, moved = null) {
-    const node = this.session.current;
+    const { current: node, example } = this.session;
+    if (!node && example) return (byId("first").textContent = "This text is recorded, so only its colours change. A text that you generate follows its settings.");
     const found = firstChange(node, changes, moved);
     const words = Object.entries(changes).map(([key, value]) => `${key.replace("thresholds.", "")} = ${JSON.stringify(value)}`).join(", ");
     if (!found) {
