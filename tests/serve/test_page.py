@@ -128,6 +128,9 @@ def test_the_text_equals_the_servers_and_tokens_have_details(page: Any, running:
     assert legend == [f"{name} ({regime.upper()})" for regime, name in MEANINGS.items()]
     marks = each(page, "#work .marks li", "[node.children[0].classList[1], node.checkVisibility()]")
     assert marks == [[name, page.locator(f"#text-0 .{name}").count() > 0] for name, _ in marks]
+    cost = page.locator("#main .about").text_content()
+    assert f" · {expected[-1]['forwards'] / len(expected):.2f} forward passes per token · " in cost
+    assert cost.endswith(" tokens/s")
 
 
 def test_a_recorded_example_is_shown_until_a_text_is(fresh: Watched, running: Running) -> None:
@@ -420,6 +423,17 @@ def test_all_turns_of_a_chat_are_shown_and_can_be_continued(page: Any) -> None:
     page.keyboard.type("Another\n")
     settled(page, 6)
     assert page.locator("#asked").text_content() == "Another"
+
+
+def test_a_text_is_continued_after_the_token_limit(page: Any, running: Running) -> None:
+    page.fill("#tokens", "5")
+    page.press("#tokens", "Control+Enter")
+    settled(page, 2)
+    page.fill("#tokens", "60")
+    page.click("#continue")
+    settled(page, 3)
+    assert tokens(page) == texts_of(complete(running))
+    assert page.locator("#beside:visible, #continue:visible").count() == 0
 
 
 def test_page_errors_are_one_line(shown: Watched, page: Any) -> None:

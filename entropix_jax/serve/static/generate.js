@@ -16,6 +16,7 @@ export class Generator {
       event.preventDefault();
       this.generate();
     });
+    byId("continue").addEventListener("click", () => this.extend(session.current));
     byId("afresh").addEventListener("click", () => {
       session.walk(null);
       byId("prompt").focus();
@@ -53,12 +54,17 @@ export class Generator {
   }
 
   // Continues a text from a place, as a sibling of its old continuation.
-  goOn(node, place, label, { tokens = null, sampler = null, begun = null } = {}) {
+  goOn(node, place, label, { tokens = null, sampler = null, begun = null, beside = node } = {}) {
     if (!node.row) return fail(new Error("This text is not on the server yet."));
     const asked = this.start.more(node, place, { tokens, sampler });
     const next = this.session.add({ parent: node, at: place, label, prompt: node.prompt, messages: node.messages });
-    this.session.show(next, node);
+    this.session.show(next, beside);
     this.stream.run(next, asked, begun);
+  }
+
+  // Continues after the end of a text.
+  extend(node) {
+    this.goOn(node, node.tokens.length, "continued", { beside: null });
   }
 
   // Continues with these tokens and their text in a token's place. A retracted token has the place of its replacement.

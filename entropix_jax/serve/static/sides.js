@@ -11,6 +11,8 @@ import { Speaker } from "./speaker.js";
 import { placeOf } from "./texts.js";
 
 const ENDS = { eos: "end of text", length: "token limit", confidence: "low confidence", context: "context limit", stop: "stop string", cancelled: "stopped" };
+const SHORT = 100; // ms of a text that are too short for a rate
+const CUT = ["length", "cancelled"]; // ends of texts that can be continued
 const WIDE = 900; // minimum width in pixels for details next to the text, as in the style sheet
 
 export class Sides {
@@ -74,10 +76,11 @@ export class Sides {
       const state = node.ended ? `ended: ${endOf(node)}` : node.comment ?? "running";
       const own = node.tokens.length === 1 ? "1 token" : `${node.tokens.length} tokens`;
       card.querySelector("h3").textContent = session.nameOf(node);
-      card.querySelector(".about").textContent = `${own}, ${node.items.length - node.tokens.length} retracted, ${state}${node.about ?? ""}`;
+      card.querySelector(".about").textContent = `${own}, ${node.items.length - node.tokens.length} retracted, ${state}${node.about ?? ""}${costOf(node)}`;
     }
     const { current } = session;
     byId("together").hidden = !session.beside && !(current && session.parentOf(current));
+    byId("continue").hidden = !current?.row || !CUT.includes(current.ended);
   }
 
   // Adds new tokens of a text.
@@ -141,4 +144,13 @@ export class Sides {
 
 function endOf({ ended }) {
   return ENDS[ended] ?? ended;
+}
+
+// The work and time of a text that has ended. The first tokens may have waited, so they do not count for the rate.
+function costOf({ ended, tokens, items, timing }) {
+  if (!ended || !timing?.first) return "";
+  const { asked, before, first, firsts, end } = timing; // ms, and tokens
+  const count = tokens.length - before;
+  const rate = end - first > SHORT ? (count - firsts) / (end - first) : count / (end - asked);
+  return ` · ${(items.at(-1).forwards / tokens.length).toFixed(2)} forward passes per token · ${((end - asked) / 1000).toFixed(1)} s · ${(1000 * rate).toFixed(1)} tokens/s`;
 }

@@ -53,10 +53,11 @@ export class Start {
     return { path: "/v1/chat/completions", body: { ...body, messages }, messages };
   }
 
-  // The request to continue a text from a place: with other tokens up to the current token limit, else up to the text's own.
+  // The request to continue a text from a place: with a changed sampler up to the text's own token limit, else up to the
+  // current one.
   more(node, position, { tokens, sampler } = {}) {
     const from = { row: node.row, position, ...(tokens && { token: tokens }) };
-    return { path: "/v1/completions", body: { model: this.model, ...(tokens && { max_tokens: Math.max(this.most, tokens.length) }), entropix: this.asked({ from, ...(sampler && { sampler }) }) } };
+    return { path: "/v1/completions", body: { model: this.model, ...(!sampler && { max_tokens: Math.max(this.most, tokens?.length ?? 1) }), entropix: this.asked({ from, ...(sampler && { sampler }) }) } };
   }
 
   asked(own) {
