@@ -436,6 +436,23 @@ def test_a_text_is_continued_after_the_token_limit(page: Any, running: Running) 
     assert page.locator("#beside:visible, #continue:visible").count() == 0
 
 
+def test_a_moved_slider_is_a_setting_of_the_next_turn(page: Any) -> None:
+    page.check("#chat")
+    ask(page, "What is 1 + 1?", 2)
+    page.locator("#knob-base-temperature + input").fill("1.5")
+    page.locator("#knob-base-temperature + input").blur()
+    settled(page, 3)
+    page.fill("#prompt", "And 2 + 2?")
+    with page.expect_request("**/v1/chat/completions") as asking:
+        page.click("#go")
+    settled(page, 4)
+    own = asking.value.post_data_json["entropix"]["sampler"]
+    assert own == OWN | {"base.temperature": 1.5}
+    assert "base.temperature=1.5" in page.locator("#chosen").text_content()
+    page.locator("#tree-list button").first.click()
+    assert "temperature" not in page.locator("#chosen").text_content()
+
+
 def test_page_errors_are_one_line(shown: Watched, page: Any) -> None:
     page.fill("#own", "base.nothing=1")
     page.click("#go")

@@ -44,10 +44,12 @@ export class Generator {
     try {
       await start.offer();
       const asked = start.request(text, before);
-      const node = session.add({ parent: talks ? current : null, label: short(text), prompt: asked.prompt, messages: asked.messages });
+      const node = session.add({ parent: talks ? current : null, label: short(text), prompt: asked.prompt, messages: asked.messages, sampler: start.sampler });
       byId("prompt").value = start.chat ? "" : text;
       session.show(node);
-      if (!(await this.stream.run(node, asked)) && !byId("prompt").value) byId("prompt").value = text;
+      if (await this.stream.run(node, asked)) return;
+      start.follow(node);
+      if (!byId("prompt").value) byId("prompt").value = text;
     } catch (error) {
       fail(error);
     }
@@ -57,7 +59,7 @@ export class Generator {
   goOn(node, place, label, { tokens = null, sampler = null, begun = null, beside = node } = {}) {
     if (!node.row) return fail(new Error("This text is not on the server yet."));
     const asked = this.start.more(node, place, { tokens, sampler });
-    const next = this.session.add({ parent: node, at: place, label, prompt: node.prompt, messages: node.messages });
+    const next = this.session.add({ parent: node, at: place, label, prompt: node.prompt, messages: node.messages, sampler: { ...node.sampler, own: { ...node.sampler.own, ...sampler } } });
     this.session.show(next, beside);
     this.stream.run(next, asked, begun);
   }

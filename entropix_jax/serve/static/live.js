@@ -22,6 +22,7 @@ const stream = new Stream(session, api, { grow, end, learn, change: showStatus }
 const generator = new Generator(session, start, stream);
 const thresholds = new Thresholds(session, {
   recolour: () => sides.recolour(),
+  keep: (changes) => start.keep(changes),
   goOn: (...place) => generator.goOn(...place),
 });
 const sides = new Sides(session, {
@@ -53,6 +54,7 @@ function show() {
   const { current, displayed } = session;
   document.body.classList.toggle("fresh", !current);
   thresholds.clear();
+  start.follow(current);
   sides.show();
   stream.stopUnseen();
   if (displayed) thresholds.show(displayed);

@@ -71,7 +71,7 @@ export class Stream {
     const start = node.tokens[0]?.position ?? 0;
     for (const { parent = 0, position = start, tokens, row, finish_reason: reason } of continuations.slice(1)) {
       const label = short(tokens.map(({ text }) => text).join("")) || "⟨no text⟩";
-      const next = session.add({ parent: nodes[parent], at: position - start, label, prompt: node.prompt, messages: node.messages, row, reason });
+      const next = session.add({ parent: nodes[parent], at: position - start, label, prompt: node.prompt, messages: node.messages, sampler: node.sampler, row, reason });
       for (const item of tokens) addItem(next, item);
       if (row) this.learn(next).catch(fail);
       nodes.push(next);
