@@ -27,6 +27,7 @@ export class Reading {
     this.follows = true;
     this.flow = card.querySelector(".flow");
     this.flow?.addEventListener("scroll", () => (this.follows = this.flow.scrollHeight - this.flow.scrollTop - this.flow.clientHeight < 40), { passive: true });
+    if (this.flow) new ResizeObserver(() => this.follow()).observe(this.flow);
     this.box.addEventListener("keydown", (event) => this.key(event));
   }
 
@@ -69,6 +70,11 @@ export class Reading {
       this.line.append(span);
       if (items[i].text.endsWith("\n")) this.line = null;
     }
+    this.follow();
+  }
+
+  // Scrolls to the newest token unless the reader scrolled away or holds a token.
+  follow() {
     if (this.flow && this.follows && !this.held) this.flow.scrollTop = 1e7;
   }
 

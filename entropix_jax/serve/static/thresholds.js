@@ -6,7 +6,6 @@ import { byId } from "./dom.js";
 import { Plane } from "./plane.js";
 import { boundsOf, classify, valuesOf } from "./regimes.js";
 import { Settings } from "./settings.js";
-import { placeOf } from "./texts.js";
 
 export class Thresholds {
   // `recolour()` is called when regimes of tokens may have changed, `keep(changes)` with settings that change no decision;
@@ -50,7 +49,7 @@ export class Thresholds {
     this.bounds = boundsOf(node.facts.boxes, values);
     const problem = this.settings.refresh(values);
     const found = firstChange(node, {}, values);
-    byId("first").textContent = problem || (found ? `First decision that may change: token ${placeOf(node, node.items[found.index]) + 1}.` : "No decision changes.");
+    byId("first").textContent = problem || (found ? `Will be regenerated from token ${found.position + 1}.` : "No decision changes.");
     this.plane.values = values;
     this.plane.redraw();
     this.recolour();
