@@ -223,8 +223,7 @@ def test_a_box_within_an_earlier_box_is_not_drawn(page: Any) -> None:
 
 
 def thresholds(page: Any) -> list[float]:
-    """Returns the values of the sliders: h1, h2, u1, u2."""
-    return each(page, "#knobs input[type=number]", "Number(node.value)")
+    return each(page, "#knobs input[type=number]", "Number(node.value)")  # h1, h2, u1, u2
 
 
 def grab_threshold(page: Any, axis: str) -> tuple[float, float]:
@@ -542,8 +541,8 @@ def test_keys_that_type_a_character_are_no_shortcuts_in_fields(page: Any) -> Non
     assert page.locator("#tree-list li").count() == 0
 
 
-def test_a_shortcut_that_types_a_character_stops_the_text(fresh: Watched, running: Running) -> None:
-    """On a Mac, Alt and S types ß."""
+def test_a_text_is_stopped_or_its_connection_lost(fresh: Watched, running: Running) -> None:
+    """The shortcut that stops it types ß on a Mac."""
     page = open_page(fresh, running)
     play(page, running, 2000)
     page.click("#go")
@@ -552,6 +551,9 @@ def test_a_shortcut_that_types_a_character_stops_the_text(fresh: Watched, runnin
     assert page.locator("#stop").is_enabled()
     assert pressed(page, "text-0", "ß", "KeyS")
     page.wait_for_selector("#main .about:text('ended: stopped')")
+    page.evaluate("window.lost = true")
+    page.click("#go")
+    page.wait_for_selector("#failure-text:text('connection to the server was lost')")
 
 
 def test_a_server_that_keeps_no_rows_generates(fresh: Watched, running: Running) -> None:
@@ -636,6 +638,7 @@ PLAYED = """(events) => {
             options.signal.addEventListener("abort", () => control.error(options.signal.reason));
             for (const event of events.stream) {
                 if (options.signal.aborted) return;
+                if (window.lost) return control.error(new TypeError("network error"));
                 control.enqueue(new TextEncoder().encode(event));
                 await new Promise((done) => setTimeout(done, 4));
             }
@@ -668,8 +671,8 @@ def stream(template: dict[str, Any], count: int) -> Iterator[str]:
 
 
 def about_row() -> str:
-    values = dict(SAMPLER.values)
-    about = {"row": "R", "prompt": "x", "seed": 1, "sampler": values, **regime_rule(values, "")}
+    about = {"row": "R", "prompt": "x", "seed": 1, "sampler": dict(SAMPLER.values)}
+    about |= regime_rule(SAMPLER.values, "")
     own = {"percentiles": dict(SAMPLER.percentiles), "calibration": CALIBRATION.to_json()}
     return json.dumps(about | own)
 
@@ -759,6 +762,4 @@ def test_equal_thresholds_are_separated_by_dragging(fresh: Watched, running: Run
 
 
 def shown_percentiles(page: Any) -> list[str]:
-    """Returns the percentiles of the labels, without their source."""
-    found = each(page, "#knobs output", "node.textContent")
-    return [text.removesuffix(" of the generic table") for text in found]
+    return each(page, "#knobs output", "node.textContent.replace(' of the generic table', '')")

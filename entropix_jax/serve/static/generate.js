@@ -28,7 +28,9 @@ export class Generator {
   offer() {
     const { session, start } = this;
     byId("afresh").hidden = !start.chat || !session.current?.messages;
-    byId("prompt").placeholder = start.chat ? "Type a message…" : "Type a prompt…";
+    const [button, hint] = start.chat ? ["Send", "Type a message…"] : ["Generate", "Type a prompt…"];
+    byId("go").textContent = button;
+    byId("prompt").placeholder = hint;
     byId("examples").hidden = Boolean(session.current);
     const examples = EXAMPLES[start.chat ? "chat" : "completion"];
     byId("examples").replaceChildren("Examples: ", ...examples.map((text) => element("button", { type: "button", onclick: () => this.generate(text) }, text)));
