@@ -150,8 +150,8 @@ def test_a_recorded_example_is_shown_until_a_text_is(fresh: Watched, running: Ru
     assert each(page, "#text-0 .token", "node.dataset.regime") != before
     fresh.messages.clear()
     page.unroute("**/v1/**")
-    example = page.locator("#examples button").first.text_content()
-    page.locator("#examples button").first.click()
+    example = page.locator("#examples button").last.text_content()
+    page.locator("#examples button").last.click()
     settled(page, 1)
     assert page.locator("#asked").text_content() == page.input_value("#prompt") == example
 

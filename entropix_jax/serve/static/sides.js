@@ -80,7 +80,10 @@ export class Sides {
     }
     const { current } = session;
     byId("together").hidden = !session.beside && !(current && session.parentOf(current));
-    byId("continue").hidden = !current?.row || !CUT.includes(current.ended);
+    const isCut = Boolean(current?.row) && CUT.includes(current.ended);
+    if (byId("continue").hidden !== isCut) return;
+    byId("continue").hidden = !isCut;
+    this.main.follow(); // to the button
   }
 
   // Adds new tokens of a text.
