@@ -314,6 +314,7 @@ class Api:
         served = self._served
         own = {
             "context": served.context,
+            "sampler": served.sampler.name,
             "samplers": preset_names(),
             "methods": {name: method.choice for name, method in METHODS.items()},
             "top": served.top,

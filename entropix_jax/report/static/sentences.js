@@ -37,6 +37,24 @@ const ACTIONS = {
   budget_forcing: "extended or ended the thinking section",
 };
 
+const HABITS = {
+  argmax: "takes the most likely token",
+  sample: "draws a token",
+  explore: "draws at a higher temperature",
+  inject: "draws at a higher temperature",
+  branch: "continues several candidates and keeps the best",
+  backspace: "may take the last token back",
+  resample: "draws at a high temperature",
+  adaptive: "draws several candidates and keeps the most likely one",
+};
+
+// The sampler's action in a regime. Empty for an unknown arm.
+export function habitOf(regime, facts) {
+  const settings = facts?.sampler ?? {};
+  const arm = settings[`arms.${regime}`];
+  return arm === "inject" && settings["inject.thought"]?.length ? "injects a thought" : HABITS[arm] ?? "";
+}
+
 // Why an arm did something else.
 const INSTEAD = {
   backspace: () => "no token before it was in doubt, so none was taken back",

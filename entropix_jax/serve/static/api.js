@@ -1,6 +1,7 @@
 // Requests to this page's own server: JSON, files, streams of events. Errors have one line for the reader.
 
 const KEY = "entropix-jax-key";
+const LOST = "The connection to the server was lost, and the text ends here. If the server has stopped, start it again.";
 
 // The characters that an HTTP header can carry.
 export const isKey = (text) => /^[\x21-\x7e]+$/.test(text);
@@ -51,8 +52,10 @@ export class Api {
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
     let rest = "";
     for (;;) {
-      const { value, done } = await reader.read();
-      if (done) throw new Error("The server ended the stream early.");
+      const { value, done } = await reader.read().catch((error) => {
+        throw error.name === "AbortError" ? error : new Error(LOST);
+      });
+      if (done) throw new Error(LOST);
       const events = (rest + value).split("\n\n");
       rest = events.pop();
       for (const event of events) {

@@ -16,6 +16,7 @@ export class Generator {
       event.preventDefault();
       this.generate();
     });
+    byId("continue").addEventListener("click", () => this.extend(session.current));
     byId("afresh").addEventListener("click", () => {
       session.walk(null);
       byId("prompt").focus();
@@ -27,7 +28,9 @@ export class Generator {
   offer() {
     const { session, start } = this;
     byId("afresh").hidden = !start.chat || !session.current?.messages;
-    byId("prompt").placeholder = start.chat ? "Type a message…" : "Type a prompt…";
+    const [button, hint] = start.chat ? ["Send", "Type a message…"] : ["Generate", "Type a prompt…"];
+    byId("go").textContent = button;
+    byId("prompt").placeholder = hint;
     byId("examples").hidden = Boolean(session.current);
     const examples = EXAMPLES[start.chat ? "chat" : "completion"];
     byId("examples").replaceChildren("Examples: ", ...examples.map((text) => element("button", { type: "button", onclick: () => this.generate(text) }, text)));
@@ -43,22 +46,29 @@ export class Generator {
     try {
       await start.offer();
       const asked = start.request(text, before);
-      const node = session.add({ parent: talks ? current : null, label: short(text), prompt: asked.prompt, messages: asked.messages });
+      const node = session.add({ parent: talks ? current : null, label: short(text), prompt: asked.prompt, messages: asked.messages, sampler: start.sampler });
       byId("prompt").value = start.chat ? "" : text;
       session.show(node);
-      if (!(await this.stream.run(node, asked)) && !byId("prompt").value) byId("prompt").value = text;
+      if (await this.stream.run(node, asked)) return;
+      start.follow(node);
+      if (!byId("prompt").value) byId("prompt").value = text;
     } catch (error) {
       fail(error);
     }
   }
 
   // Continues a text from a place, as a sibling of its old continuation.
-  goOn(node, place, label, { tokens = null, sampler = null, begun = null } = {}) {
+  goOn(node, place, label, { tokens = null, sampler = null, begun = null, beside = node } = {}) {
     if (!node.row) return fail(new Error("This text is not on the server yet."));
     const asked = this.start.more(node, place, { tokens, sampler });
-    const next = this.session.add({ parent: node, at: place, label, prompt: node.prompt, messages: node.messages });
-    this.session.show(next, node);
+    const next = this.session.add({ parent: node, at: place, label, prompt: node.prompt, messages: node.messages, sampler: { ...node.sampler, own: { ...node.sampler.own, ...sampler } } });
+    this.session.show(next, beside);
     this.stream.run(next, asked, begun);
+  }
+
+  // Continues after the end of a text.
+  extend(node) {
+    this.goOn(node, node.tokens.length, "continued", { beside: null });
   }
 
   // Continues with these tokens and their text in a token's place. A retracted token has the place of its replacement.

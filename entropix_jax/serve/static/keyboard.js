@@ -3,7 +3,7 @@
 import { byId } from "./dom.js";
 import { walk } from "./tree.js";
 
-export function listenToKeys(session, { generate, stop }) {
+export function listenToKeys(session, { generate, stop, chats }) {
   const alt = {
     KeyS: stop,
     KeyT: () => byId("text-0").focus(),
@@ -21,7 +21,8 @@ export function listenToKeys(session, { generate, stop }) {
     const typing = event.target.closest("input:not([type=range], [type=radio]), textarea");
     // Alt types a character on some keyboards, and opens lists.
     const types = event.target.closest("select") || (typing && (event.key === "Dead" || /^[^a-zA-Z]$/u.test(event.key)));
-    if (control && event.key === "Enter") generate();
+    const sends = control || (chats() && event.target === byId("prompt") && !event.shiftKey && !event.isComposing);
+    if (sends && event.key === "Enter") generate();
     else if (control && event.key.toLowerCase() === "z" && !typing) event.shiftKey ? session.redo() : session.undo();
     else if (event.altKey && !types && alt[event.code]) alt[event.code]();
     else return;

@@ -1,13 +1,24 @@
-// The legend: the regimes, and the share of a text's tokens in each.
+// The legend: what each regime means, what the sampler does there, and the share of a text's tokens.
 
 import { element } from "./dom.js";
 import { percent, regimeNode } from "./format.js";
 import { REGIMES, occupancy } from "./regimes.js";
+import { habitOf } from "./sentences.js";
 
 export class Legend {
   constructor(list) {
     this.shares = new Map(Object.keys(REGIMES).map((regime) => [regime, element("span", { class: "share", id: `share-${regime}` })]));
-    list.append(...[...this.shares].map(([regime, share]) => element("li", { title: REGIMES[regime].says }, regimeNode(regime), " ", share)));
+    this.rows = new Map(Object.keys(REGIMES).map((regime) => [regime, element("li", {}, regimeNode(regime), " ", this.shares.get(regime), element("span", { class: "says" }))]));
+    list.append(...this.rows.values());
+  }
+
+  // Explains the regimes of another text's sampler, if it is known.
+  explain(facts) {
+    for (const [regime, row] of this.rows) {
+      const habit = habitOf(regime, facts);
+      row.title = `${REGIMES[regime].says}.${habit && ` The sampler ${habit}.`}`;
+      row.lastChild.textContent = row.title;
+    }
   }
 
   // Counts the tokens of another text.

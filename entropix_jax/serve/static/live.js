@@ -3,6 +3,7 @@
 import { Api } from "./api.js";
 import { askKey } from "./apikey.js";
 import { byId } from "./dom.js";
+import { fetchExample } from "./example.js";
 import { fail } from "./failure.js";
 import { allowSaving, offerFiles } from "./files.js";
 import { Generator } from "./generate.js";
@@ -21,12 +22,13 @@ const stream = new Stream(session, api, { grow, end, learn, change: showStatus }
 const generator = new Generator(session, start, stream);
 const thresholds = new Thresholds(session, {
   recolour: () => sides.recolour(),
+  keep: (changes) => start.keep(changes),
   goOn: (...place) => generator.goOn(...place),
 });
 const sides = new Sides(session, {
   regimeOf: thresholds.regimeOf,
   select: (token) => thresholds.select(token),
-  chooserOf: (node, token) => (start.keeps ? (tokens, text) => generator.choose(node, token, tokens, text) : null),
+  chooserOf: (node, token) => (start.keeps && node !== session.example ? (tokens, text) => generator.choose(node, token, tokens, text) : null),
 });
 
 // Events of the stream.
@@ -49,12 +51,13 @@ function learn(node) {
 // The shown texts.
 
 function show() {
-  const { current } = session;
-  byId("work").hidden = !current;
+  const { current, displayed } = session;
+  document.body.classList.toggle("fresh", !current);
   thresholds.clear();
+  start.follow(current);
   sides.show();
   stream.stopUnseen();
-  if (current) showFacts(current);
+  if (displayed) thresholds.show(displayed);
   showStatus();
   generator.offer();
 }
@@ -75,8 +78,12 @@ function showStatus() {
 byId("stop").addEventListener("click", () => stream.stop());
 byId("together").addEventListener("click", () => session.toggleBeside());
 offerFiles(session, api);
-listenToKeys(session, { generate: () => generator.generate(), stop: () => stream.stop() });
+listenToKeys(session, { generate: () => generator.generate(), stop: () => stream.stop(), chats: () => start.chat });
 session.on(show);
 showTree(session);
 session.move(session.state);
 start.offer().catch(fail);
+fetchExample().then((example) => {
+  session.example = example;
+  if (!session.current) show();
+}, fail);

@@ -1,4 +1,5 @@
-// A text on the page: adds tokens as they arrive, selects and holds them by pointer or keyboard.
+// A text on the page: adds tokens as they arrive, selects and holds them by pointer or keyboard. A card with a part of the
+// class `flow` scrolls it to the newest token.
 
 import { element } from "./dom.js";
 import { nameOf } from "./format.js";
@@ -24,7 +25,9 @@ export class Reading {
       if (token) this.select(token, { held: !(this.held && token === this.token) });
     });
     this.follows = true;
-    this.box.addEventListener("scroll", () => (this.follows = this.box.scrollHeight - this.box.scrollTop - this.box.clientHeight < 40), { passive: true });
+    this.flow = card.querySelector(".flow");
+    this.flow?.addEventListener("scroll", () => (this.follows = this.flow.scrollHeight - this.flow.scrollTop - this.flow.clientHeight < 40), { passive: true });
+    if (this.flow) new ResizeObserver(() => this.follow()).observe(this.flow);
     this.box.addEventListener("keydown", (event) => this.key(event));
   }
 
@@ -43,6 +46,7 @@ export class Reading {
 
   // Shows all of a text.
   show(node, regimeOf) {
+    if (node !== this.node) this.follows = true;
     this.node = node;
     this.regimeOf = regimeOf;
     this.spans = [];
@@ -66,7 +70,12 @@ export class Reading {
       this.line.append(span);
       if (items[i].text.endsWith("\n")) this.line = null;
     }
-    if (this.follows && !this.held) this.box.scrollTop = 1e7;
+    this.follow();
+  }
+
+  // Scrolls to the newest token unless the reader scrolled away or holds a token.
+  follow() {
+    if (this.flow && this.follows && !this.held) this.flow.scrollTop = 1e7;
   }
 
   draw(token, before) {
@@ -81,10 +90,16 @@ export class Reading {
     return span;
   }
 
+  // Selects no token.
+  release() {
+    const span = this.token && this.spans[this.token.index];
+    span?.classList.remove("selected", "pinned");
+    span?.setAttribute("aria-selected", "false");
+    [this.token, this.held] = [null, false];
+  }
+
   select(token, { held, scroll = false, silent = false }) {
-    const before = this.token && this.spans[this.token.index];
-    before?.classList.remove("selected", "pinned");
-    before?.setAttribute("aria-selected", "false");
+    this.release();
     [this.token, this.held] = [token, held];
     const span = this.spans[token.index];
     span.classList.add("selected");

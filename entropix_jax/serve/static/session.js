@@ -10,6 +10,7 @@ export class Session {
     this.future = [];
     this.shown = new Map(); // the state before a text was first shown
     this.listeners = [];
+    this.example = null; // shown while no text is
   }
 
   on(listener) {
@@ -29,6 +30,11 @@ export class Session {
 
   get current() {
     return this.nodes[this.state.current] ?? null;
+  }
+
+  // The text on the page.
+  get displayed() {
+    return this.current ?? this.example;
   }
 
   get beside() {
@@ -139,6 +145,12 @@ export class Session {
   parentOf(node) {
     return ancestors(node).find(({ id }) => this.state.seen.has(id)) ?? null;
   }
+}
+
+// The turns of a conversation before a text, oldest first.
+export function turnsBefore(node) {
+  const before = node && ancestors(node).find(({ messages }) => messages !== node.messages);
+  return before ? [...turnsBefore(before), before] : [];
 }
 
 function same(one, other) {

@@ -1,4 +1,4 @@
-// The settings of the shown text: sliders for the thresholds, every other setting by its key.
+// The settings of the shown text: sliders for the thresholds and the usual settings, every other one by its key.
 
 import { byId, element } from "./dom.js";
 import { boundsOf, valuesOf } from "./regimes.js";
@@ -22,14 +22,22 @@ function valueOf(text) {
   }
 }
 
+// Settings as `parseSettings` reads them.
+export function formatSettings(settings) {
+  return Object.entries(settings).map(([key, value]) => `${key}=${JSON.stringify(value)}`).join(" ");
+}
+
+// Settings with a slider: key, label, maximum, step.
+const SLIDERS = [["base.temperature", "temperature", 2, 0.05], ["base.min_p", "min-p", 0.5, 0.01]];
 const REST = 500; // ms without a move after which the text is regenerated
 
 export class Settings {
   // `move(values)` is called while a slider moves, `drop()` once it rests, `apply(changes)` for a setting by its key.
   constructor({ move, drop, apply }) {
     this.texts = { values: {}, sides: [] };
+    this.changes = {}; // of the sliders in `SLIDERS`
     this.move = move;
-    byId("knobs").addEventListener("change", () => { // keys move a slider step by step
+    for (const id of ["knobs", "sliders"]) byId(id).addEventListener("change", () => { // keys move a slider step by step
       clearTimeout(this.timer);
       this.timer = setTimeout(drop, REST);
     });
@@ -51,11 +59,24 @@ export class Settings {
     if (!facts) return;
     this.facts = facts;
     this.texts = { values: valuesOf(facts), sides: [{ tokens }] };
+    this.changes = {};
     this.rows = knobsOf(facts).map((knob) => knobRow(knob, this.texts, this.move));
     byId("knobs").replaceChildren(...this.rows.map(({ node }) => node));
+    byId("sliders").replaceChildren(...SLIDERS.map((slider) => this.sliderOf(...slider)));
     byId("keys").replaceChildren(...Object.keys(facts.sampler).map((value) => element("option", { value })));
     this.refresh(this.texts.values);
     if (focused.startsWith("knob-")) byId(focused)?.focus();
+  }
+
+  sliderOf(key, label, max, step) {
+    const id = `knob-${key.replace(".", "-")}`;
+    const value = this.facts.sampler[key];
+    const change = ({ target }) => {
+      slider.value = box.value = this.changes[key] = Number(target.value);
+    };
+    const slider = element("input", { type: "range", id, min: 0, max, step, value, oninput: change });
+    const box = element("input", { type: "number", min: 0, step: "any", value, "aria-label": `${label}, as a number`, oninput: change });
+    return element("div", { class: "knob" }, element("label", { for: id }, label, element("span", { class: "muted" }, key)), slider, box);
   }
 
   // Returns the reason why a sampler refuses the thresholds, or an empty text.

@@ -1,14 +1,18 @@
-// Two texts side by side: selects the same place in both, and marks where they diverge.
+// The shown text, the turns before it, and another text side by side: selects the same place in both, and marks where they
+// diverge.
 
 import { showDetails, showToken } from "./about.js";
 import { byId, element } from "./dom.js";
 import { Legend } from "./legend.js";
 import { Reading } from "./reading.js";
 import { regimeTitle } from "./regimes.js";
+import { turnsBefore } from "./session.js";
 import { Speaker } from "./speaker.js";
 import { placeOf } from "./texts.js";
 
 const ENDS = { eos: "end of text", length: "token limit", confidence: "low confidence", context: "context limit", stop: "stop string", cancelled: "stopped" };
+const SHORT = 100; // ms of a text that are too short for a rate
+const CUT = ["length", "cancelled"]; // ends of texts that can be continued
 const WIDE = 900; // minimum width in pixels for details next to the text, as in the style sheet
 
 export class Sides {
@@ -19,44 +23,67 @@ export class Sides {
     [this.main, this.beside] = ["main", "beside"].map((name) => new Reading(byId(name), (reading, token) => this.point(reading, token)));
     this.speaker = new Speaker(byId("spoken"));
     this.legend = new Legend(byId("legend"));
+    this.turns = [];
     this.pointed = false;
   }
 
   show() {
-    const { current, beside } = this.session;
+    const { displayed: shown, beside } = this.session;
     byId("beside").hidden = !beside;
     byId("texts").classList.toggle("two", Boolean(beside));
-    if (this.main.node !== current) {
+    if (this.main.node !== shown) {
       this.pointed = false;
       this.speaker.clear();
     }
     if (!this.pointed) showDetails(element("p", { class: "muted" }, "Point at a token to see its alternatives. Click it, then click an alternative to continue the text with it."));
-    this.main.show(current, this.regimeOf);
+    this.turns = turnsBefore(shown).map((turn, i) => this.turnOf(turn, i));
+    byId("turns").replaceChildren(...this.turns.map(({ card }) => card));
+    if (shown) this.showAsked();
+    this.main.show(shown, this.regimeOf);
     this.beside.show(beside, (token) => token.regime);
-    this.legend.show(current?.tokens ?? []);
+    this.legend.show(shown?.tokens ?? []);
     [this.common, this.parted] = [0, false];
     this.part();
+    if (shown && shown === this.session.example) this.describeLast();
   }
 
-  // Shows the prompt of the shown text.
+  // An earlier turn of a conversation: the message and its answer.
+  turnOf(node, i) {
+    const label = `Tokens of answer ${i + 1}`;
+    const card = element("div", {},
+      element("p", { class: "asked" }, node.messages.at(-1).content),
+      element("div", { id: `turn-${i}`, class: "text", role: "listbox", tabindex: 0, "aria-label": label }));
+    const reading = new Reading(card, (one, token) => this.point(one, token));
+    reading.show(node, (token) => token.regime);
+    return reading;
+  }
+
+  // Shows the prompt of the shown text, or its last message, and the sampler's habits.
   showAsked() {
-    const { messages, prompt, facts } = this.session.current;
-    const text = messages ? messages.map(({ role, content }) => `${role}: ${content}`).join("\n") : prompt ?? facts?.prompt ?? "";
+    const { messages, prompt, facts } = this.session.displayed;
+    const text = messages?.at(-1).content ?? prompt ?? facts?.prompt ?? "";
     const box = byId("asked");
+    this.legend.explain(facts);
     if (box.textContent === text) return;
     box.textContent = text;
-    box.scrollTop = box.scrollHeight; // the newest message
+    box.scrollTop = box.scrollHeight;
   }
 
   showStatus() {
     const { session } = this;
-    for (const [{ card }, node] of [[this.main, session.current], [this.beside, session.beside]]) {
+    for (const [{ card }, node] of [[this.main, session.displayed], [this.beside, session.beside]]) {
       if (!node) continue;
       const state = node.ended ? `ended: ${endOf(node)}` : node.comment ?? "running";
       const own = node.tokens.length === 1 ? "1 token" : `${node.tokens.length} tokens`;
       card.querySelector("h3").textContent = session.nameOf(node);
-      card.querySelector(".about").textContent = `${own}, ${node.items.length - node.tokens.length} retracted, ${state}${node.about ?? ""}`;
+      card.querySelector(".about").textContent = `${own}, ${node.items.length - node.tokens.length} retracted, ${state}${node.about ?? ""}${costOf(node)}`;
     }
+    const { current } = session;
+    byId("together").hidden = !session.beside && !(current && session.parentOf(current));
+    const isCut = Boolean(current?.row) && CUT.includes(current.ended);
+    if (byId("continue").hidden !== isCut) return;
+    byId("continue").hidden = !isCut;
+    this.main.follow(); // to the button
   }
 
   // Adds new tokens of a text.
@@ -73,7 +100,14 @@ export class Sides {
   // Called when the shown text has ended.
   end(node) {
     this.speaker.end(`Ended: ${endOf(node)}.`);
-    if (!this.pointed && innerWidth >= WIDE && node.items.length) this.describe(this.main, node.items.at(-1));
+    if (!this.pointed) this.describeLast();
+  }
+
+  // Describes the last token that the reader chose, else the last fork, else the last token.
+  describeLast() {
+    const { items } = this.main.node;
+    const token = items.findLast(({ chosen }) => chosen) ?? items.findLast(({ branches }) => branches?.length > 1) ?? items.at(-1);
+    if (token && innerWidth >= WIDE) this.describe(this.main, token);
   }
 
   recolour() {
@@ -82,9 +116,12 @@ export class Sides {
 
   point(reading, token) {
     this.describe(reading, token);
-    if (reading.node === this.session.current) this.select(token);
-    const other = reading === this.main ? this.beside : this.main;
-    const twin = other.node?.tokens[placeOf(reading.node, token)];
+    if (reading.node === this.session.displayed) this.select(token);
+    const sides = [this.main, this.beside];
+    const [own, others] = sides.includes(reading) ? [sides, this.turns] : [[], [...sides, ...this.turns]];
+    for (const one of others) if (one !== reading) one.release();
+    const other = own.find((one) => one !== reading);
+    const twin = other?.node?.tokens[placeOf(reading.node, token)];
     if (twin && !other.held) other.select(twin, { held: false, silent: true });
     if (reading.held) byId("announcement").textContent = `${token.text}${token.type === "retracted" ? ", retracted" : ""}: ${regimeTitle(token.regime)}, ${token.action}`;
   }
@@ -110,4 +147,13 @@ export class Sides {
 
 function endOf({ ended }) {
   return ENDS[ended] ?? ended;
+}
+
+// The work and time of a text that has ended. The first tokens may have waited, so they do not count for the rate.
+function costOf({ ended, tokens, items, timing }) {
+  if (!ended || !timing?.first) return "";
+  const { asked, before, first, firsts, end } = timing; // ms, and tokens
+  const count = tokens.length - before;
+  const rate = end - first > SHORT ? (count - firsts) / (end - first) : count / (end - asked);
+  return ` · ${(items.at(-1).forwards / tokens.length).toFixed(2)} forward passes per token · ${((end - asked) / 1000).toFixed(1)} s · ${(1000 * rate).toFixed(1)} tokens/s`;
 }

@@ -1,11 +1,13 @@
-// The form for a new text: prompt or conversation, sampler, and the request made of them.
+// The form for a new text: prompt or conversation, sampler, and the request made of them. The sampler is the shown text's
+// until the reader changes it.
 
 import { byId, element } from "./dom.js";
-import { parseSettings } from "./settings.js";
+import { formatSettings, parseSettings } from "./settings.js";
 
 export class Start {
   constructor(api) {
     this.api = api;
+    byId("options").addEventListener("input", () => this.summarize());
   }
 
   // Fetches the server's model and presets once. Tries again after a failure.
@@ -25,7 +27,39 @@ export class Start {
     if (model.entropix.chat && !byId("prompt").value) byId("chat").click();
     this.keeps = model.entropix.keep > 0;
     byId("keeps-none").hidden = this.keeps;
+    this.standard = model.entropix.sampler;
+    byId("preset").options[0].text = `${this.standard} (server default)`;
+    this.summarize();
     document.documentElement.dataset.ready = "true";
+  }
+
+  // The sampler of the form: a preset, "" for the server's, and settings on top of it.
+  get sampler() {
+    return { preset: byId("preset").value, own: parseSettings(byId("own").value) };
+  }
+
+  // Puts the sampler of another text into the form.
+  follow(node) {
+    if (!node?.sampler || node === this.followed) return;
+    this.followed = node;
+    byId("preset").value = node.sampler.preset;
+    this.change(node.sampler.own);
+  }
+
+  change(own) {
+    byId("own").value = formatSettings(own);
+    this.summarize();
+  }
+
+  // Adds settings to those of the form.
+  keep(changes) {
+    this.change({ ...this.sampler.own, ...changes });
+  }
+
+  summarize() {
+    const [own, method, seed] = ["own", "method", "seed"].map((id) => byId(id).value.trim());
+    const sampler = (byId("preset").value || this.standard || "default sampler") + (own && `, ${own}`);
+    byId("chosen").textContent = byId("chosen").title = [sampler, method, `${this.most} tokens`, seed && `seed ${seed}`].filter(Boolean).join(" · ");
   }
 
   get chat() {
@@ -45,7 +79,7 @@ export class Start {
   // The request for a new text. `before`: the conversation so far.
   request(text, before) {
     const seed = byId("seed").value;
-    const [preset, own] = [byId("preset").value, parseSettings(byId("own").value)];
+    const { preset, own } = this.sampler;
     const sampler = Object.keys(own).length ? { ...(preset && { extends: preset }), ...own } : preset || null;
     const body = { model: this.model, max_tokens: this.most, ...(seed !== "" && { seed: Number(seed) }), entropix: this.asked({ ...(sampler && { sampler }), ...this.search }) };
     if (!this.chat) return { path: "/v1/completions", body: { ...body, prompt: text }, prompt: text };
@@ -53,10 +87,11 @@ export class Start {
     return { path: "/v1/chat/completions", body: { ...body, messages }, messages };
   }
 
-  // The request to continue a text from a place: with other tokens up to the current token limit, else up to the text's own.
+  // The request to continue a text from a place: with a changed sampler up to the text's own token limit, else up to the
+  // current one.
   more(node, position, { tokens, sampler } = {}) {
     const from = { row: node.row, position, ...(tokens && { token: tokens }) };
-    return { path: "/v1/completions", body: { model: this.model, ...(tokens && { max_tokens: Math.max(this.most, tokens.length) }), entropix: this.asked({ from, ...(sampler && { sampler }) }) } };
+    return { path: "/v1/completions", body: { model: this.model, ...(!sampler && { max_tokens: Math.max(this.most, tokens?.length ?? 1) }), entropix: this.asked({ from, ...(sampler && { sampler }) }) } };
   }
 
   asked(own) {

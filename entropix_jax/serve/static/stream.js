@@ -24,6 +24,7 @@ export class Stream {
   // Calls `begun()` when the text has started, and returns whether it did.
   async run(node, { path, body }, begun = null) {
     node.stopper = new AbortController();
+    const timing = { asked: performance.now(), before: node.tokens.length };
     let started = false;
     let reason = null;
     this.tell.change();
@@ -40,7 +41,9 @@ export class Stream {
             node.row = told.row;
             this.learn(node).catch(fail);
           }
-          node.pending.push(...(told.tokens ?? []));
+          const fresh = told.tokens ?? [];
+          node.pending.push(...fresh);
+          if (fresh.length && !timing.first) Object.assign(timing, { first: performance.now(), firsts: fresh.filter(({ type }) => type === "token").length });
           reason = told.finish_reason ?? reason;
           if (own.continuations) this.addContinuations(node, own);
           this.grow();
@@ -52,6 +55,7 @@ export class Stream {
     }
     node.stopper = null;
     node.reason = reason;
+    node.timing = { ...timing, end: performance.now() };
     this.grow();
     const empty = reason === "error" && !node.row && !node.items.length && !node.pending.length;
     if (empty) this.session.forget(node);
@@ -67,7 +71,7 @@ export class Stream {
     const start = node.tokens[0]?.position ?? 0;
     for (const { parent = 0, position = start, tokens, row, finish_reason: reason } of continuations.slice(1)) {
       const label = short(tokens.map(({ text }) => text).join("")) || "⟨no text⟩";
-      const next = session.add({ parent: nodes[parent], at: position - start, label, prompt: node.prompt, messages: node.messages, row, reason });
+      const next = session.add({ parent: nodes[parent], at: position - start, label, prompt: node.prompt, messages: node.messages, sampler: node.sampler, row, reason });
       for (const item of tokens) addItem(next, item);
       if (row) this.learn(next).catch(fail);
       nodes.push(next);

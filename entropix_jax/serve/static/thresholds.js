@@ -6,12 +6,12 @@ import { byId } from "./dom.js";
 import { Plane } from "./plane.js";
 import { boundsOf, classify, valuesOf } from "./regimes.js";
 import { Settings } from "./settings.js";
-import { placeOf } from "./texts.js";
 
 export class Thresholds {
-  // `recolour()` is called when regimes of tokens may have changed; `goOn`: see `Generator`.
-  constructor(session, { recolour, goOn }) {
-    Object.assign(this, { session, recolour, goOn });
+  // `recolour()` is called when regimes of tokens may have changed, `keep(changes)` with settings that change no decision;
+  // `goOn`: see `Generator`.
+  constructor(session, { recolour, keep, goOn }) {
+    Object.assign(this, { session, recolour, keep, goOn });
     const handlers = { move: (values) => this.move(values), drop: () => this.drop() };
     this.plane = new Plane(byId("plane"), handlers);
     this.settings = new Settings({ ...handlers, apply: (changes) => this.regenerate(changes) });
@@ -36,7 +36,7 @@ export class Thresholds {
   }
 
   end({ tokens, facts }) {
-    if (!this.values) this.settings.show(facts, tokens); // unless a slider is moving
+    if (!this.values && !Object.keys(this.settings.changes).length) this.settings.show(facts, tokens); // unless a slider is moving
   }
 
   select(token) {
@@ -44,12 +44,12 @@ export class Thresholds {
   }
 
   move(values) {
-    const node = this.session.current;
+    const node = this.session.displayed;
     this.values = values;
     this.bounds = boundsOf(node.facts.boxes, values);
     const problem = this.settings.refresh(values);
     const found = firstChange(node, {}, values);
-    byId("first").textContent = problem || (found ? `First decision that may change: token ${placeOf(node, node.items[found.index]) + 1}.` : "No decision changes.");
+    byId("first").textContent = problem || (found ? `Will be regenerated from token ${found.position + 1}.` : "No decision changes.");
     this.plane.values = values;
     this.plane.redraw();
     this.recolour();
@@ -57,20 +57,21 @@ export class Thresholds {
 
   drop() {
     const { values } = this;
-    const node = this.session.current;
-    if (!values || !node) return;
-    const changes = changesOf(node.facts, values);
-    if (!this.settings.refresh(values) && Object.keys(changes).length) this.regenerate(changes, values);
+    const node = this.session.displayed;
+    if (!node?.facts || (values && this.settings.refresh(values))) return;
+    const changes = { ...(values && changesOf(node.facts, values)), ...this.settings.changes };
+    if (Object.keys(changes).length) this.regenerate(changes, values);
   }
 
   // Regenerates with changed settings, by their keys. `moved` has the thresholds if those changed.
   regenerate(changes, moved = null) {
-    const node = this.session.current;
+    const { current: node, example } = this.session;
+    if (!node && example) return (byId("first").textContent = "This text is recorded, so only its colours change. A text that you generate follows its settings.");
     const found = firstChange(node, changes, moved);
     const words = Object.entries(changes).map(([key, value]) => `${key.replace("thresholds.", "")} = ${JSON.stringify(value)}`).join(", ");
     if (!found) {
-      byId("first").textContent = `With ${words} no decision of this text changes.`;
-      return;
+      byId("first").textContent = `With ${words} no decision of this text changes. Later texts have this setting.`;
+      return this.keep(changes);
     }
     const begun = () => (byId("first").textContent = `${words}: regenerated from token ${found.position + 1}, with the same seed.`);
     this.goOn(node, found.position, words, { sampler: changes, begun });
