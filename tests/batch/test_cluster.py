@@ -18,15 +18,20 @@ from tests.support.commands import run_command
 pytest.importorskip("ray", reason="needs the extra ray")
 from ray.cluster_utils import Cluster as Nodes
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    """Two nodes of one core each."""
+    """Two nodes of one core each, whose processes run at the priority of this one."""
     size = {"num_cpus": 1, "object_store_memory": 80_000_000}
-    nodes = Nodes(initialize_head=True, head_node_args=size | {"include_dashboard": False})
-    nodes.add_node(**size)
-    yield nodes
-    nodes.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_worker_niceness", "0")
+        nodes = Nodes(initialize_head=True, head_node_args=size | {"include_dashboard": False})
+        nodes.add_node(**size)
+        yield nodes
+        nodes.shutdown()
 
 
 class Squares:
