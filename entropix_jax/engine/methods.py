@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from entropix_jax.engine.beam import Beam
 from entropix_jax.engine.matched import MatchedForks
-from entropix_jax.engine.results import Request
+from entropix_jax.engine.request import Request
 from entropix_jax.engine.search import Method
 from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.errors import UserError, nearest

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from entropix_jax.__main__ import main
-from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.loop import Engine
 from entropix_jax.engine.results import Row
 from entropix_jax.engine.score import score_tokens
 from entropix_jax.engine.state import Recording
@@ -35,7 +35,7 @@ from tests.support.model_folders import (
     write_model,
 )
 from tests.support.models import load_params
-from tests.support.runs import Spec, calibrated, requests, run_specs
+from tests.support.runs import Spec, calibrated, requests, run_rows, run_specs
 from tests.support.samplers import LITERAL
 
 CHECK = Recording(check=True)
@@ -193,10 +193,7 @@ def test_non_finite_branch_is_never_best(tmp_path: Path) -> None:
 def in_one_slot(model: LanguageModel, recording: Recording, *specs: Spec) -> list[Row]:
     """Runs rows in the same slot, one after another."""
     engine = Engine(model, slots=1, capacity=256, recording=recording)
-    rows = [Row(one) for one in requests(model, specs, ignore_eos=True)]
-    for _ in engine.run(rows):
-        pass
-    return rows
+    return run_rows(engine, requests(model, specs, ignore_eos=True))
 
 
 @pytest.mark.parametrize("recording", [CHECK, Recording()], ids=["checked", "unchecked"])

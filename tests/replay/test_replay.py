@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.preparation import calibrate_sampler
-from entropix_jax.engine.results import Request, Row, Rows
+from entropix_jax.engine.calibrated import calibrate_sampler
+from entropix_jax.engine.loop import Engine
+from entropix_jax.engine.request import Request
+from entropix_jax.engine.results import Rows
 from entropix_jax.engine.state import Recording
 from entropix_jax.engine.trace import header
 from entropix_jax.errors import UserError
@@ -94,9 +95,10 @@ def test_moves_of_the_caller(tiny: LanguageModel, reader: CachedReader, tmp_path
     prompt = tiny.tokenizer.encode("Guests: the sky is", add_bos=True)
     sampler = calibrate_sampler(load_sampler("temperature").with_values({}), tiny)
     engine = Engine(tiny, slots=4, capacity=256, recording=Recording(state=True))
-    row = Row(Request(prompt, sampler, BUDGET, seed=SEED))
+    request = Request(prompt, sampler, BUDGET, seed=SEED)
+    row = engine.new_row(request)
     rows, moves = [row], {"fork", "rewind", "force", "again"}
-    for event in engine.run(rows):
+    for event in engine.run([request]):
         count = len(event.row.tokens)
         if event.row is row and count >= 10 and "fork" in moves:
             moves.remove("fork")

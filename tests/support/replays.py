@@ -10,15 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.preparation import CalibratedSampler, calibrate_sampler
-from entropix_jax.engine.results import Request, Row, Rows
+from entropix_jax.engine.calibrated import CalibratedSampler, calibrate_sampler
+from entropix_jax.engine.loop import Engine
+from entropix_jax.engine.request import Request
+from entropix_jax.engine.results import Rows
 from entropix_jax.engine.state import Recording
 from entropix_jax.engine.trace import header
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.replay.model import ModelReader
 from entropix_jax.replay.state import Reading
 from entropix_jax.sampler.presets import load_sampler, preset_names
+from tests.support.runs import run_rows
 from tests.support.samplers import EVERYTHING
 
 Json = dict[str, Any]
@@ -104,20 +106,16 @@ def record(model: LanguageModel, folder: Path) -> dict[str, Path]:
     """Runs every sampler once, in one batch, and writes a trace of each row."""
     prompt, paths = model.tokenizer.encode(PROMPT, add_bos=True), {}
     engine = Engine(model, slots=SLOTS, capacity=256, recording=Recording(top=2, layers=True))
-    rows = [
-        Row(Request(prompt, sampler, BUDGET, name, SEED, model.eos_ids), number=number)
-        for number, (name, sampler) in enumerate(samplers(model).items())
+    wanted = [
+        Request(prompt, sampler, BUDGET, name, SEED, model.eos_ids)
+        for name, sampler in samplers(model).items()
     ]
     changes: dict[str, Json] = {name: {"eos_ids": ()} for name in SPECIAL}
     changes |= {
         "stopped": {"stop": ["e", "<|im_end|>"], "eos_ids": ()},
         "hooks": {"retrieve": lambda text: " so", "ask": lambda row, texts: 1, "eos_ids": ()},
     }
-    for row in rows:
-        row.request = replace(row.request, **changes.get(row.request.row_id, {}))
-    for _ in engine.run(rows):
-        pass
-    for row in rows:
+    for row in run_rows(engine, [replace(one, **changes.get(one.row_id, {})) for one in wanted]):
         name, sampler = row.request.row_id, row.request.sampler
         paths[name] = folder / f"{name}.jsonl"
         Rows([row], header(model, sampler, prompt, seed=SEED, name="tiny")).save_trace(paths[name])

@@ -1,6 +1,6 @@
-"""Host-side inputs of the compiled programs: shapes, prompts as token ids, sampler parameters."""
+"""Samplers resolved for a model: percentiles as thresholds, and settings as arrays."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -8,28 +8,18 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from entropix_jax.engine.state import Recording
+from entropix_jax.engine.tokens import describe_token
 from entropix_jax.errors import UserError
 from entropix_jax.host.resources import resource_folder
-from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.gguf import SUFFIX
 from entropix_jax.model.loading import CALIBRATION_FILE, LanguageModel
+from entropix_jax.names import SERVED
 from entropix_jax.sampler.calibration import Calibration, generic_calibration, read_calibration
 from entropix_jax.sampler.mechanism import Mechanism
+from entropix_jax.sampler.mechanisms import MECHANISMS
+from entropix_jax.sampler.mechanisms.branch import BRANCH
 from entropix_jax.sampler.sampler import Sampler
-from entropix_jax.sampler.settings import Parts, SamplerSettings
-
-PREFILL_WINDOW = 128  # cache positions that are read with several tokens, at least
-# Cache positions that a step reads, at least: each number is a program of its own.
-DECODE_WINDOW = 512
-MIN_CAPACITY = 256  # cache positions of a row, at least
-MAX_PREFILL = 512  # most tokens of a prompt that are read in one call
-MAX_STEPS = 32  # most steps between two looks of the host
-MAX_TOP = 1024  # of the most likely tokens in a record
-_MIN_CHUNK = 16
-_SCORES_BYTES = 1 << 28  # most memory for one layer's attention scores in one call
-
-Prompt = str | Sequence[Mapping[str, str]]
+from entropix_jax.sampler.settings import MAX_WIDTH, Parts, SamplerSettings
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,13 +52,13 @@ class CalibratedSampler:
 
     @cached_property
     def parts(self) -> Parts:
-        """What its compiled step is made of."""
+        """Static parts of its compiled step."""
         own = self.sampler.parts(self.settings)
         return replace(own, used=own.used | self.others)
 
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
-        """Its arms, rules and transforms."""
+        """Arms, rules and transforms."""
         return self.sampler.mechanisms
 
     @property
@@ -76,57 +66,14 @@ class CalibratedSampler:
         """Lines that a user should see."""
         return self.sampler.notes
 
-
-def bucket(length: int, smallest: int) -> int:
-    """The next power of two, so that few shapes are ever compiled."""
-    return max(smallest, 1 << (length - 1).bit_length())
-
-
-def chunk_size(config: ModelConfig, length: int, batch: int, largest: int) -> int:
-    """Tokens that `batch` rows of `length` tokens may read in one call: fewer in long contexts and
-    large batches, whose attention scores take room."""
-    scores = bucket(length, PREFILL_WINDOW) * batch * config.num_heads
-    room = 1 << max(_SCORES_BYTES // (4 * scores), 1).bit_length() - 1
-    return min(largest, max(_MIN_CHUNK, room))
-
-
-def check_recording(model: LanguageModel, recording: Recording) -> None:
-    """Refuses (UserError) to record more of the most likely tokens than there are, or than memory
-    is kept for."""
-    asked = f"the {recording.top} most likely tokens cannot be recorded"
-    if recording.top > MAX_TOP:
-        raise UserError(f"{asked}: the maximum is {MAX_TOP}")
-    if not 0 <= recording.top <= model.config.vocab_size:
-        raise UserError(f"{asked}: the model has {model.config.vocab_size} tokens")
-
-
-def encode_prompt(
-    model: LanguageModel,
-    prompt: Prompt,
-    *,
-    chat: bool,
-    system: str | None = None,
-    escape_special: bool = False,
-) -> list[int]:
-    """A prompt as token ids: a text, or a conversation of messages with a `role` and a `content`.
-    With `chat` a text is one turn of a chat, which `system`, a system message, needs. With
-    `escape_special` control tokens that the prompt spells are ordinary text. UserError if
-    the prompt is empty, or is a chat where no template is, or none is wanted."""
-    if prompt == "":
-        raise UserError("the prompt is empty")
-    if not chat and (system is not None or not isinstance(prompt, str)):
-        what = "a system message" if isinstance(prompt, str) else "a conversation"
-        raise UserError(f"{what} needs a chat (--chat)")
-    if not chat:
-        return model.tokenizer.encode(str(prompt), add_bos=True, escape=escape_special)
-    messages: Any = prompt  # whatever a file of messages holds: `apply_chat` checks it
-    if isinstance(prompt, str):
-        messages = [{"role": "user", "content": prompt}]
-    elif isinstance(prompt, Sequence):
-        messages = list(prompt)
-    if system is not None:
-        messages = [{"role": "system", "content": system}, *messages]
-    return model.tokenizer.apply_chat(messages, escape=escape_special)
+    @property
+    def lanes(self) -> int:
+        """Number of lanes that a fork of a row may need. A user's own arm or control may fork."""
+        arms = {self.values[f"arms.{name}"] for name in SERVED}
+        own = {*self.mechanisms} - {*MECHANISMS}
+        if any(mechanism.control or mechanism.name in arms for mechanism in own):
+            return MAX_WIDTH - 1
+        return int(self.values["branch.width"]) - 1 if BRANCH.name in arms else 0
 
 
 def calibrate_sampler(sampler: Sampler, model: LanguageModel) -> CalibratedSampler:
@@ -165,20 +112,6 @@ def model_shape(model: LanguageModel) -> dict[str, int]:
     return {"layers": config.num_layers, "width": config.width, "heads": config.num_heads}
 
 
-def start_of_text(model: LanguageModel) -> list[int]:
-    """Returns the tokens that a text begins with, at least one.
-
-    Where the tokenizer adds none: the checkpoint's beginning-of-text token, an end token (training
-    puts it between two texts), or a line break.
-    """
-    tokenizer = model.tokenizer
-    if start := tokenizer.encode("", add_bos=True):
-        return start
-    named = (tokenizer.named_token_id(name) for name in ("bos_token", "eos_token"))
-    found = [i for i in (*named, *model.eos_ids) if i is not None]
-    return (found or tokenizer.encode_within("\n") or [0])[:1]
-
-
 def sampler_settings(model: LanguageModel, sampler: Sampler) -> SamplerSettings:
     """A sampler's settings as arrays, for one row of a model. UserError if a thought, layer
     weights, bans or biases do not fit the model."""
@@ -205,11 +138,3 @@ def sampler_settings(model: LanguageModel, sampler: Sampler) -> SamplerSettings:
         token_texts=lambda: model.tokenizer.token_texts[:size],
         vocab_size=size,
     )
-
-
-def describe_token(model: LanguageModel, token: Any) -> str:
-    """Returns the words for an id that is not one of the model's tokens, for an error."""
-    name = model.tokenizer.token_string(token) if isinstance(token, int) and token >= 0 else None
-    if name is None:
-        return f"{token!r}, which is not a token id"
-    return f"{name!r} (token {token}), for which the model has no row"
