@@ -13,7 +13,7 @@ from rich.console import Console
 
 if TYPE_CHECKING:
     from entropix_jax.batch.output import Store
-    from entropix_jax.engine.engine import Engine
+    from entropix_jax.engine.loop import Engine
 
 _ERASE = "\r\x1b[2K"  # the cursor's line
 _COMPILATION = "/jax/core/compile/backend_compile_duration"  # event of each compiled program

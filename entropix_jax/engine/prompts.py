@@ -13,15 +13,15 @@ import jax
 import numpy as np
 
 from entropix_jax.engine.prefill import prefill
-from entropix_jax.engine.preparation import (
+from entropix_jax.engine.programs import Programs
+from entropix_jax.engine.row import RunningRow
+from entropix_jax.engine.shapes import (
     DECODE_WINDOW,
     MAX_PREFILL,
     PREFILL_WINDOW,
     bucket,
     chunk_size,
 )
-from entropix_jax.engine.programs import Programs
-from entropix_jax.engine.running import RunningRow
 from entropix_jax.engine.slots import Layout, share_prefix
 from entropix_jax.engine.state import DecodeState
 from entropix_jax.model.loading import LanguageModel
@@ -94,7 +94,7 @@ class PromptReader:
                 row = rows[slot]
                 source = next((other for other in cached if rows[other].has_cached(row)), None)
                 if source is not None:
-                    row.cached = len(row.prefix)
+                    row.cached = row.to_cache
                     places = layout.numbers[source], layout.numbers[slot]
                     state = share_prefix(state, *places, np.int32(row.cached))
                     cached.append(slot)
@@ -117,7 +117,7 @@ class PromptReader:
             # Parts of one size and window can be read in one call.
             alike = defaultdict(list)
             for slot, row in rows.items():
-                if row.cached < (length := len(row.prefix)):
+                if row.cached < (length := row.to_cache):
                     alike[self._part(length, row.cached)].append(slot)
             if not alike:
                 break
@@ -134,7 +134,7 @@ class PromptReader:
     def request(self, state: DecodeState, layout: Layout, row: RunningRow) -> bool:
         """Returns whether the programs that read a row from its start are compiled, and requests
         missing ones."""
-        length, cached, ready = len(row.prefix), 0, True
+        length, cached, ready = row.to_cache, 0, True
         while cached < length:
             size, window = self._part(length, cached)
             ready &= self._has_program(state, layout, 1, size, window)
@@ -204,7 +204,7 @@ class PromptReader:
         count = np.zeros(places, np.int32)
         numbers = np.full(places, len(layout.slot_of), np.int32)  # of padding: no row's
         for i, (slot, row) in enumerate(rows.items()):
-            part = row.prefix[row.cached : row.cached + size]
+            part = row.ids[row.cached : min(row.cached + size, row.to_cache)]
             tokens[i, : len(part)] = part
             count[i], numbers[i] = len(part), layout.numbers[slot]
             row.cached += len(part)

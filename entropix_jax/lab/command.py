@@ -89,7 +89,7 @@ def run_study(
     # Check what can be checked before the model is loaded.
     require("lab", "matplotlib", "pandas", "tabulate")
     check_range("--slots", options.slots, 1)
-    from entropix_jax.engine.preparation import calibrate_sampler
+    from entropix_jax.engine.calibrated import calibrate_sampler
     from entropix_jax.host.interrupts import deferred_interrupts
     from entropix_jax.lab.results import find_differences, name_trial, read_rows
     from entropix_jax.lab.study import Study

@@ -17,10 +17,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.generation import Generation
-from entropix_jax.engine.preparation import MIN_CAPACITY, bucket, calibrate_sampler
-from entropix_jax.engine.results import Request
+from entropix_jax.engine.api import Generation
+from entropix_jax.engine.calibrated import calibrate_sampler
+from entropix_jax.engine.loop import Engine
+from entropix_jax.engine.request import Request
+from entropix_jax.engine.shapes import MIN_CAPACITY, bucket
 from entropix_jax.errors import UserError, nearest
 from entropix_jax.host.integers import check_integer
 from entropix_jax.lab.likelihood import log_likelihoods

@@ -15,11 +15,12 @@ from typing import Any, SupportsFloat
 
 from entropix_jax.batch.output import Store
 from entropix_jax.batch.records import Record, content_hash
-from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.preparation import CalibratedSampler, calibrate_sampler, encode_prompt
-from entropix_jax.engine.results import Request, Row
+from entropix_jax.engine.calibrated import CalibratedSampler, calibrate_sampler
+from entropix_jax.engine.loop import Engine
+from entropix_jax.engine.request import Request
 from entropix_jax.engine.search import Search, recording_for
 from entropix_jax.engine.state import Recording
+from entropix_jax.engine.tokens import encode_prompt
 from entropix_jax.errors import Note, UserError
 from entropix_jax.lab.measures import measure_row
 from entropix_jax.lab.sweep import NONE, ByTask, Setting
@@ -208,7 +209,7 @@ class TrialRun:
 
     def run(self, trials: Iterable[Trial], store: Store, on_event: Callable[[], None]) -> None:
         """Runs the trials without a result in the store. Calls `on_event` after each token."""
-        for event in self.engine.run(self._rows(trials, store)):
+        for event in self.engine.run(self._requests(trials, store)):
             self.tokens += event.token is not None and not event.retracted
             search: Search = event.row.request.tag
             if search.advance(self.engine):
@@ -223,21 +224,21 @@ class TrialRun:
         except UserError as error:
             raise UserError(f"setting '{setting.name}': {error}") from None
 
-    def _rows(self, trials: Iterable[Trial], store: Store) -> Iterator[Row]:
+    def _requests(self, trials: Iterable[Trial], store: Store) -> Iterator[Request]:
         for trial in trials:
             if store.is_done(trial.record):
                 continue
             request = self._request(trial)
             search = trial.setting.method.search(request, trial.setting.forks)
-            rows = search.begin()
+            requests = search.begin(self.engine)
             try:
                 self.engine.check(request)
             except UserError as error:  # the prompt is too long
-                for row in rows:
+                for row in search.rows:
                     row.finish_reason, row.error = "error", str(error)
                 store.write(trial.record, make_result(trial, search, 0.0))
                 continue
-            yield from rows
+            yield from requests
 
     def _request(self, trial: Trial) -> Request:
         question = trial.question

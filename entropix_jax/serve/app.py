@@ -20,8 +20,8 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import Receive, Scope, Send
 
+from entropix_jax.engine.calibrated import CalibratedSampler
 from entropix_jax.engine.methods import METHODS
-from entropix_jax.engine.preparation import CalibratedSampler
 from entropix_jax.engine.results import Row, Rows
 from entropix_jax.engine.score import ScoredToken, score_tokens
 from entropix_jax.engine.search import Search
@@ -85,7 +85,8 @@ class Run:
     def __init__(self, worker: Worker, store: RowStore, answer: Answer, limit: float) -> None:
         """Submits the rows, and ends them after `limit` seconds."""
         loop, search = asyncio.get_running_loop(), answer.request.search
-        jobs: Sequence[Row | Search] = answer.request.rows if search is None else [search]
+        rows = [] if search is not None else [*map(worker.engine.new_row, answer.request.requests)]
+        jobs: Sequence[Row | Search] = rows if search is None else [search]
         self._worker, self._store, self._answer = worker, store, answer
         self._updates: asyncio.Queue[tuple[int, list[Update]]] = asyncio.Queue()
         soon: Any = loop.call_soon_threadsafe
@@ -93,7 +94,7 @@ class Run:
         worker.submit(self._tickets)
         self._keeps = answer.request.body.entropix.keep
         if self._keeps and search is None:
-            for choice, row in zip(answer.choices, answer.request.rows, strict=False):
+            for choice, row in zip(answer.choices, rows, strict=False):
                 choice.row_id = store.put(row)
                 choice.row_ids = [choice.row_id]
         self._loop = loop
@@ -171,7 +172,7 @@ class Api:
         method = choose_method(self._served, common, slots=self._worker.slots, keeps=keeps)
         checked = await self._check(common)
         if method is not None:
-            checked = replace(checked, search=method[0].search(checked.rows[0].request, method[1]))
+            checked = replace(checked, search=method[0].search(checked.requests[0], method[1]))
         answer = Answer(self._served, checked, body.warnings)
         form = ResponseForm(body, answer.id) if isinstance(body, Responses) else None
         return await unless_gone(request, self._respond(answer, form))

@@ -112,7 +112,7 @@ def _serve(
     """Serves the model until a signal comes."""
     import asyncio
 
-    from entropix_jax.engine.engine import Engine
+    from entropix_jax.engine.loop import Engine
     from entropix_jax.engine.state import Recording
     from entropix_jax.serve.app import make_app
     from entropix_jax.serve.http import HttpServer
@@ -167,8 +167,8 @@ def _serve(
 
 def _load(arguments: Arguments, sampler: "Sampler") -> "ServedModel":
     """Loads the model after a check of memory, and resolves the sampler for it."""
-    from entropix_jax.engine.engine import shared_lanes
-    from entropix_jax.engine.preparation import calibrate_sampler
+    from entropix_jax.engine.calibrated import calibrate_sampler
+    from entropix_jax.engine.loop import shared_lanes
     from entropix_jax.serve.request import ServedModel
 
     name = model_name(arguments.model.model)

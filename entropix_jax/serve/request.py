@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
+from entropix_jax.engine.calibrated import CalibratedSampler, calibrate_sampler
 from entropix_jax.engine.methods import find_method
-from entropix_jax.engine.preparation import CalibratedSampler, calibrate_sampler, describe_token
-from entropix_jax.engine.results import Request, Row
-from entropix_jax.engine.running import check_request, find_no_token
+from entropix_jax.engine.request import Request, check_request
+from entropix_jax.engine.results import Row
 from entropix_jax.engine.search import Method, Search, recording_for
+from entropix_jax.engine.tokens import describe_token, find_no_token
 from entropix_jax.errors import UserError, nearest
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.files import is_preset, preset_names
@@ -149,17 +150,17 @@ class GenerationRequest:
 
     Attributes:
         prompts: each has `body.n` choices.
-        rows: of the choices, prompt by prompt. Empty if only prompts are repeated.
+        requests: of the choices, prompt by prompt. Empty if only prompts are repeated.
         sampler: of the rows, and of the prompts' scores.
         top: alternatives per token. None: no log-probabilities.
         chat: whether the answer is a chat completion.
         echo: whether the answer repeats the prompts.
-        search: runs in place of the only row.
+        search: runs in place of the only request.
     """
 
     body: Generating
     prompts: Sequence[Prompt]
-    rows: Sequence[Row]
+    requests: Sequence[Request]
     sampler: CalibratedSampler
     top: int | None
     chat: bool = False
@@ -233,7 +234,8 @@ def completion_request(served: ServedModel, body: Completion) -> GenerationReque
 
 
 def continuation_request(served: ServedModel, body: Completion, row: Row) -> GenerationRequest:
-    """Returns a row that continues a kept one, whose options it has unless the request has others.
+    """Returns the request of a row that continues a kept one, whose options it has unless the body
+    has others.
 
     Raises:
         ApiError: options exclude each other.
@@ -262,7 +264,7 @@ def continuation_request(served: ServedModel, body: Completion, row: Row) -> Gen
     new = continue_row(
         served.model, row, request, place.position, place.token, capacity=served.context
     )
-    read = [*old.prompt, *(token.token_id for token in new.tokens)]
+    read = [*old.prompt, *(token.token_id for token, retracted in new.prefix if not retracted)]
     return GenerationRequest(body, [Prompt(read)], [new], request.sampler, body.logprobs)
 
 
@@ -317,7 +319,7 @@ def _new_rows(
         stop=body.stop,
         messages=messages,
     )
-    rows: list[Row] = []
+    requests: list[Request] = []
     # Ids count a prompt's choices, so equal prompts of a request draw differently, and a prompt's
     # choices do not depend on its place in the list.
     seen: Counter[tuple[int, ...]] = Counter()
@@ -325,10 +327,11 @@ def _new_rows(
         for choice in range(body.n if budget else 0):
             row_id = body.entropix.id or str(seen[tuple(prompt.tokens)])
             seen[tuple(prompt.tokens)] += 1
-            rows.append(Row(replace(common, prompt=prompt.tokens, row_id=row_id), number=choice))
-    for row in rows[:: body.n]:
-        check_request(served.model, row.request, served.context)
-    return GenerationRequest(body, prompts, rows, common.sampler, top, chat, echo)
+            own = replace(common, prompt=prompt.tokens, row_id=row_id, number=choice)
+            requests.append(own)
+    for one in requests[:: body.n]:
+        check_request(served.model, one, served.context)
+    return GenerationRequest(body, prompts, requests, common.sampler, top, chat, echo)
 
 
 def _check_top(served: ServedModel, top: int | None, name: str) -> None:

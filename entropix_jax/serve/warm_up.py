@@ -5,10 +5,10 @@ import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from entropix_jax.engine.preparation import bucket, start_of_text
 from entropix_jax.engine.prompts import TOGETHER, may_join
-from entropix_jax.engine.results import Request, Row
-from entropix_jax.engine.slots import lanes_for
+from entropix_jax.engine.request import Request
+from entropix_jax.engine.shapes import bucket
+from entropix_jax.engine.tokens import start_of_text
 from entropix_jax.names import SERVED
 from entropix_jax.sampler.mechanisms.branch import BRANCH
 from entropix_jax.serve.request import GREEDY, PLAIN, ServedModel
@@ -45,7 +45,8 @@ async def warm_up(served: ServedModel, worker: Worker, show: Callable[[str], Non
 
     try:
         for requests in _batches(served, min(TOGETHER, worker.most)):
-            worker.submit([Ticket(Row(request), lambda updates: None) for request in requests])
+            rows = map(worker.engine.new_row, requests)
+            worker.submit([Ticket(row, lambda updates: None) for row in rows])
             await wait_while(lambda: not worker.idle())
     except ApiError:  # the server is shutting down, or clients fill its queue
         return
@@ -67,7 +68,7 @@ def _batches(served: ServedModel, most: int) -> Iterator[list[Request]]:
     short = request(_LENGTHS[0])
     # The second one's text is copied from the first one's slot.
     yield [short, short][:most]
-    if lanes_for(own):
+    if own.lanes:
         yield [replace(short, sampler=served.choose_sampler(None, {**_PENALTIES, **_FORK}))]
     for length in _LENGTHS[1:]:
         if length + _TOKENS <= served.context:

@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entropix_jax.engine import engine as module
+from entropix_jax.engine import loop as module
 from entropix_jax.engine import prompts
-from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.loop import Engine
 from entropix_jax.engine.prefill import prefill
-from entropix_jax.engine.results import Event, Request, Row
-from entropix_jax.engine.running import check_request
+from entropix_jax.engine.request import Request, check_request
+from entropix_jax.engine.results import Event, Row
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
 from tests.support.model_folders import poisoned
-from tests.support.runs import Spec, ids_of, is_same, requests, set_pace
+from tests.support.runs import Spec, ids_of, is_same, requests, run_rows, set_pace
 from tests.support.samplers import LITERAL
 
 CAPACITY = 512
@@ -52,8 +52,8 @@ def run(
         return dispatch()
 
     engine._dispatch = counted  # type: ignore[method-assign]
-    rows = [Row(request, number=number) for number, request in enumerate(wanted)]
-    return engine, rows, list(engine.run(rows))
+    rows = [*map(engine.new_row, wanted)]
+    return engine, rows, list(engine.run(wanted))
 
 
 def records(row: Row) -> list[dict[str, Any]]:
@@ -103,12 +103,11 @@ def test_results_depend_on_neither_other_rows_nor_slots(
     engine, forward, _ = run(tiny, wanted)
     assert all(0 < (row.started or 0) <= (row.first_token or 0) for row in forward)
     _, backward, _ = run(tiny, wanted[::-1])
-    left: Any = engine.run([Row(request) for request in mixed(tiny, 9)])
+    left: Any = engine.run(mixed(tiny, 9))
     next(left)
     engine.stop()
     left.close()
-    once_more = [Row(request, number=number) for number, request in enumerate(wanted)]
-    list(engine.run(once_more))
+    once_more = run_rows(engine, wanted)
     for one, *others in zip(forward, backward[::-1], once_more, strict=True):
         for other in others:
             assert ids_of(one) == ids_of(other), one.number

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.engine import engine as module
+from entropix_jax.engine import loop as module
 from entropix_jax.engine import prompts
-from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.loop import Engine
 from entropix_jax.engine.prefill import prefill
-from entropix_jax.engine.results import Event, Request, Row, Rows
+from entropix_jax.engine.request import Request
+from entropix_jax.engine.results import Event, Row, Rows
 from entropix_jax.engine.slots import Layout, empty_slots, share_prefix
 from entropix_jax.engine.state import Recording
 from entropix_jax.engine.trace import TokenRecord, header
@@ -34,7 +35,16 @@ from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import MAX_WIDTH
 from tests.support.meshes import collectives_of, mesh_of_two
 from tests.support.models import tiny_config
-from tests.support.runs import Spec, calibrated, ids_of, is_same, requests, set_pace
+from tests.support.runs import (
+    Spec,
+    as_requests,
+    calibrated,
+    ids_of,
+    is_same,
+    requests,
+    run_rows,
+    set_pace,
+)
 from tests.support.samplers import EVERYTHING, LITERAL, params_of
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "eager.py"
@@ -62,7 +72,7 @@ def drive(
     """Runs rows and calls `look` after each event. Returns them in order of first events."""
     engine = Engine(model, slots=SLOTS, capacity=CAPACITY, recording=RECORDING)
     rows: list[Row] = []
-    for event in engine.run(wanted):
+    for event in engine.run(as_requests(engine, wanted)):
         if not any(row is event.row for row in rows):
             rows.append(event.row)
         look(engine, event)
@@ -76,8 +86,8 @@ def fresh_rows(
     """Runs rows that continue from given tokens, after a number of rewinds, without any moves. A
     row that branches comes first, so that all runs use one program."""
     taken = [
-        Row(request, [replace(t, row=i) for t in tokens], number=i, rewinds=rewinds)
-        for i, (request, tokens, rewinds) in enumerate(rows, 1)
+        Row(replace(request, prefix=[(token, False) for token in tokens]), rewinds=rewinds)
+        for request, tokens, rewinds in rows
     ]
     drive(model, [Row(request_of(model, "first")), *taken])
     return taken
@@ -151,7 +161,7 @@ def test_a_row_continues_from_any_of_its_tokens(tiny: LanguageModel, whole: list
 def test_recording_states_does_not_change_results(tiny: LanguageModel, whole: list[Row]) -> None:
     engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=Recording(top=2))
     rows = [Row(row.request, number=row.number) for row in whole]
-    list(engine.run(rows))
+    list(engine.run(as_requests(engine, rows)))
     for row, other in zip(rows, whole, strict=True):
         assert row.tokens == other.tokens
         assert all(token.state is None for token in row.tokens)
@@ -308,14 +318,13 @@ def test_invalid_moves_are_rejected(tiny: LanguageModel) -> None:
 
     drive(tiny, [row], look)
     refused("is not one of a run in progress", engine.rewind, row, first)
-    for event in engine.run([Row(row.request)]):  # without states
+    for event in engine.run([row.request]):  # without states
         if event.row.tokens:
             refused(r"use Recording\(state=True\)", engine.fork, event.row, 1)
             break
     with pytest.raises(UserError, match="no budget left"):
-        drive(tiny, [Row(row.request, row.tokens)])
-    longer = Row(replace(row.request, max_new_tokens=20), row.tokens)
-    drive(tiny, [longer])
+        drive(tiny, [replace(row.request, prefix=row.log)])
+    (longer,) = drive(tiny, [replace(row.request, max_new_tokens=20, prefix=row.log)])
     assert ids_of(longer)[:12] == ids_of(row)
     assert len(longer.tokens) == 20
 
@@ -324,7 +333,8 @@ def test_a_run_can_stop_while_forks_wait(tiny: LanguageModel) -> None:
     engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=RECORDING)
     row = Row(request_of(tiny, "x"))
     forks: list[Row] = []
-    for event in engine.run([row, *(request_of(tiny, str(i)) for i in range(6))]):
+    wanted = as_requests(engine, [row, *(request_of(tiny, str(i)) for i in range(6))])
+    for event in engine.run(wanted):
         if event.row is row and len(row.tokens) == 9:
             forks = engine.fork(row, 5)
             engine.stop()
@@ -388,8 +398,8 @@ def forking(model: LanguageModel, row_id: str, width: int = 4) -> Request:
 
 
 def check_against_fresh_row(model: LanguageModel, row: Row, width: int = 4) -> None:
-    other = Row(row.request)
-    list(Engine(model, slots=2, capacity=CAPACITY, recording=RECORDING).run([other]))
+    engine = Engine(model, slots=2, capacity=CAPACITY, recording=RECORDING)
+    (other,) = run_rows(engine, [row.request])
     check_same(row, other)
     assert {len(token.branches) for token in row.tokens if token.branches} == {width}
 
@@ -404,7 +414,8 @@ def test_a_later_row_can_need_more_lanes(tiny: LanguageModel) -> None:
             yield None
         yield wide
 
-    list(Engine(tiny, slots=2, capacity=CAPACITY, recording=RECORDING).run(source()))
+    engine = Engine(tiny, slots=2, capacity=CAPACITY, recording=RECORDING)
+    list(engine.run(as_requests(engine, source())))
     check_against_fresh_row(tiny, narrow, width=2)
     check_against_fresh_row(tiny, wide)
 
@@ -426,7 +437,7 @@ def test_a_row_that_is_ended_frees_its_lanes(
         if asked == 1 + chunks:
             engine.end(rows[0])
 
-    list(engine.run(rows, between))
+    list(engine.run(as_requests(engine, rows), between))
     assert rows[0].finish_reason == "cancelled"
     assert len(rows[0].tokens) <= 3
     check_against_fresh_row(tiny, rows[1])
@@ -620,8 +631,8 @@ def test_an_engine_for_the_widest_forks_is_not_widened(
     monkeypatch.setattr(module, "widen", None)
     engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=RECORDING, widest=True)
     wanted = [request_of(tiny, "first", "min-p", budget=4), whole[0].request]
-    rows = [Row(request, number=number) for number, request in enumerate(wanted)]
-    for _ in engine.run(rows):
+    rows = [*map(engine.new_row, wanted)]
+    for _ in engine.run(wanted):
         lanes.append(engine._state.lanes)
     assert {*lanes} == {MAX_WIDTH - 1}
     assert any(token.branches for token in rows[1].tokens)

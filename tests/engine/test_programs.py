@@ -10,17 +10,18 @@ from typing import Any
 
 import pytest
 
-from entropix_jax.engine import engine as module
+from entropix_jax.engine import loop as module
 from entropix_jax.engine import prompts
-from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.preparation import calibrate_sampler
+from entropix_jax.engine.calibrated import calibrate_sampler
+from entropix_jax.engine.loop import Engine
 from entropix_jax.engine.programs import Programs, decode_for_backend
 from entropix_jax.engine.prompts import PromptReader
-from entropix_jax.engine.results import Request, Row
+from entropix_jax.engine.request import Request
+from entropix_jax.engine.results import Row
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.model_folders import MAX_POSITIONS
-from tests.support.runs import ids_of
+from tests.support.runs import as_requests, ids_of
 
 WINDOW = 32
 
@@ -43,7 +44,8 @@ def running(*rows: Row) -> bool:
 def check_as_without_background(model: LanguageModel, rows: Sequence[Row]) -> None:
     """Checks that the rows equal those of an engine that compiles in the foreground."""
     there = [Row(one.request, number=one.number) for one in rows]
-    list(engine(model, slots=3).run(there))
+    run = engine(model, slots=3)
+    list(run.run(as_requests(run, there)))
     assert [row.finish_reason for row in rows] == ["length"] * len(rows)
     assert [*map(ids_of, rows)] == [*map(ids_of, there)]
 
@@ -76,7 +78,7 @@ def test_other_rows_do_not_wait(model: LanguageModel, monkeypatch: pytest.Monkey
                 gate.set()
             yield None
 
-    order = [event.row.number for event in first.run(source())]
+    order = [event.row.number for event in first.run(as_requests(first, source()))]
     # The third row ended before the second began, although that one was there first.
     assert order.index(1) > max(i for i, number in enumerate(order) if number == 2)
     check_as_without_background(model, here)
@@ -99,7 +101,7 @@ def test_long_prompts_are_read_between_chunks(
         while running(*here):
             yield None
 
-    read = {run.read for event in run.run(source()) if event.row.number == 0}
+    read = {run.read for event in run.run(as_requests(run, source())) if event.row.number == 0}
     # The first row got tokens after some parts of the prompt, but not all, were read.
     assert len(read) >= 4
     check_as_without_background(model, here)
@@ -139,7 +141,7 @@ def test_prefill_time_does_not_change_the_pace(
         while running(second):
             yield None
 
-    assert [*run.run(source())]
+    assert [*run.run(as_requests(run, source()))]
     assert len({*paced}) >= 2  # before and after
     assert not [read for read in paced if start < read < run.read]
 
@@ -160,7 +162,7 @@ def test_waiting_rows_can_be_ended(model: LanguageModel, monkeypatch: pytest.Mon
         elif asked == 3:
             run.stop()
 
-    assert list(run.run(iter([*here, None, None]), between)) == []
+    assert list(run.run(as_requests(run, [*here, None, None]), between)) == []
     assert [event.row for event in run.interrupt()] == [here[1]]
     assert [one.finish_reason for one in here] == ["cancelled", "interrupt"]
 
@@ -192,7 +194,8 @@ def test_a_compiler_error_ends_only_the_row_that_needs_the_program(
             yield None
         yield late
 
-    list(engine(model, background=True).run(source()))
+    run = engine(model, background=True)
+    list(run.run(as_requests(run, source())))
     assert [one.finish_reason for one in (lost, other, late)] == ["error", "length", "length"]
     assert str(lost.error).startswith("compiling steps of ")
     assert bool(lost.tokens) == (broken == "window")

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from entropix_jax.engine import prompts as module
-from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.loop import Engine
 from entropix_jax.engine.prefill import prefill
 from entropix_jax.engine.prompts import PromptReader
-from entropix_jax.engine.results import Request, Row
-from entropix_jax.engine.running import RunningRow
+from entropix_jax.engine.request import Request
+from entropix_jax.engine.results import Row
+from entropix_jax.engine.row import RunningRow
 from entropix_jax.engine.slots import Layout, empty_slots
 from entropix_jax.engine.state import DecodeState
 from entropix_jax.model.loading import LanguageModel, load
@@ -192,8 +193,8 @@ def request_of(
 
 def run(engine: Engine, *wanted: Request, events: int | None = None) -> list[Row]:
     """Runs requests, and stops after a number of events."""
-    rows = [Row(request, number=number) for number, request in enumerate(wanted)]
-    for number, _ in enumerate(engine.run(rows), start=1):
+    rows = [*map(engine.new_row, wanted)]
+    for number, _ in enumerate(engine.run(wanted), start=1):
         if number == events:
             engine.stop()
     list(engine.interrupt())
@@ -293,11 +294,9 @@ def test_rows_of_a_stopped_run_do_not_run_in_the_next(tiny: LanguageModel) -> No
     """Rows that the caller has not ended are not continued either."""
     engine = engine_of(tiny, slots=2)
     prompts = [encoded(tiny, text) for text in ("Once upon a time", "Mia has")]
-    left = [
-        Row(request_of(tiny, prompt, 400, sampler=RESTLESS), number=i)
-        for i, prompt in enumerate(prompts)
-    ]
-    for number, _ in enumerate(engine.run(left), start=1):
+    wanted = [request_of(tiny, prompt, 400, sampler=RESTLESS) for prompt in prompts]
+    left = [*map(engine.new_row, wanted)]
+    for number, _ in enumerate(engine.run(wanted), start=1):
         if number == 20:
             engine.stop()
     told = [len(row.tokens) for row in left]

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from entropix_jax.engine.request import padded_ids
 from entropix_jax.engine.slots import (
     Arrival,
     Layout,
     empty_slots,
     fresh_tally,
     insert,
-    padded_ids,
     share_prefix,
     widen,
 )

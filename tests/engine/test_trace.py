@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import entropix_jax
-from entropix_jax.engine.preparation import prompt_messages
+from entropix_jax.engine.tokens import prompt_messages
 from entropix_jax.engine.trace import BranchRecord, TraceWriter, header
 from entropix_jax.errors import UserError
 from entropix_jax.host.decimals import shorten

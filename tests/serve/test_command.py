@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from entropix_jax.engine.engine import shared_lanes
+from entropix_jax.engine.loop import shared_lanes
 from entropix_jax.engine.memory import plan_memory
 from entropix_jax.model.loading import LanguageModel
 from tests.support.commands import one_error, run_command

@@ -12,23 +12,22 @@ import numpy as np
 import openai
 import pytest
 
-from entropix_jax.engine.api import score
+from entropix_jax.engine.api import Generation, score
 from entropix_jax.engine.decode import decode
-from entropix_jax.engine.generation import Generation
 from entropix_jax.engine.methods import find_method
 from entropix_jax.engine.prefill import prefill
-from entropix_jax.engine.preparation import encode_prompt
 from entropix_jax.engine.results import Row
 from entropix_jax.engine.search import Outcome, run_searches
 from entropix_jax.engine.slots import insert, share_prefix
 from entropix_jax.engine.state import Recording
+from entropix_jax.engine.tokens import encode_prompt
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.serve.request import ServedModel
 from entropix_jax.serve.warm_up import _batches
 from entropix_jax.text.numbers import last_answer
-from tests.support.runs import Spec, requests
+from tests.support.runs import Spec, requests, run_rows
 from tests.support.samplers import LITERAL
 from tests.support.servers import CONTEXT, Running, make_engine, wait_until
 
@@ -78,9 +77,7 @@ def generate(
     tokens = encode_prompt(model, prompt, chat=chat)
     specs = [Spec(tokens, str(number), max_new_tokens) for number in range(samples)]
     wanted = requests(model, specs, sampler, turn_end=chat or turn_end, seed=seed, stop=stop)
-    rows = [Row(request) for request in wanted]
-    assert [*make_engine(model).run(rows)]
-    return rows
+    return run_rows(make_engine(model), wanted)
 
 
 def ids(tokens: Sequence[Any]) -> list[int]:
@@ -267,8 +264,7 @@ def test_a_row_depends_on_its_id_and_seed(client: openai.OpenAI, tiny: LanguageM
         own = {"entropix": {"id": name, "sampler": "temperature", "tokens": True}}
         choice = complete(client, seed=3, max_tokens=12, extra_body=own).choices[0]
         specs = [Spec(encode_prompt(tiny, "Guests:", chat=False), name, 12)]
-        (row,) = map(Row, requests(tiny, specs, "temperature", seed=3))
-        assert [*make_engine(tiny).run([row])]
+        (row,) = run_rows(make_engine(tiny), requests(tiny, specs, "temperature", seed=3))
         check_same(choice, row)
         texts.add(choice.text)
     assert len(texts) == 2

@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import pytest
 
-from entropix_jax.engine.results import Row
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.serve.schema import ApiError
 from entropix_jax.serve.worker import Ticket, Update, Worker
@@ -52,7 +51,7 @@ def submit(worker: Worker, *budgets: int) -> tuple[list[Ticket], list[list[Updat
     soon: Any = asyncio.get_running_loop().call_soon_threadsafe
     updates = [list[Update]() for _ in budgets]
     tickets = [
-        Ticket(Row(unrun([1], "0", budget)), partial(soon, own.extend))
+        Ticket(worker.engine.new_row(unrun([1], "0", budget)), partial(soon, own.extend))
         for budget, own in zip(budgets, updates, strict=True)
     ]
     worker.submit(tickets)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.generation import Generation
-from entropix_jax.engine.preparation import CalibratedSampler, calibrate_sampler
-from entropix_jax.engine.results import Request, Row
+from entropix_jax.engine.api import Generation
+from entropix_jax.engine.calibrated import CalibratedSampler, calibrate_sampler
+from entropix_jax.engine.loop import Engine
+from entropix_jax.engine.request import Request
+from entropix_jax.engine.results import Row
 from entropix_jax.engine.state import Recording
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
@@ -67,6 +68,21 @@ def run_specs(
     **options: Any,
 ) -> Generation:
     return Generation(model, requests(model, specs, sampler, **options), recording=recording)
+
+
+def as_requests(engine: Engine, wanted: Iterable[Request | Row | None]) -> Iterator[Request | None]:
+    """Yields the requests of rows, which the engine then uses, besides other requests."""
+    for one in wanted:
+        if isinstance(one, Row):
+            engine._new[id(one.request)] = one
+        yield one.request if isinstance(one, Row) else one
+
+
+def run_rows(engine: Engine, wanted: Iterable[Request]) -> list[Row]:
+    """Runs requests and returns their rows."""
+    rows = [Row(request) for request in wanted]
+    list(engine.run(as_requests(engine, rows)))
+    return rows
 
 
 def ids_of(row: Row) -> list[int]:

@@ -13,7 +13,8 @@ from typing import Any
 
 import httpx
 
-from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.loop import Engine
+from entropix_jax.engine.request import Request
 from entropix_jax.engine.results import Event, Row
 from entropix_jax.engine.state import Recording
 from entropix_jax.model.loading import LanguageModel
@@ -82,6 +83,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
+        self._new: dict[int, Row] = {}
         self.chunks = 0
         self.has_slots = True
         self.steps = threading.Semaphore(0)
@@ -89,23 +91,28 @@ class FakeEngine:
     def step(self, number: int = 1) -> None:
         self.steps.release(number)
 
+    def new_row(self, request: Request) -> Row:
+        row = self._new[id(request)] = Row(request)
+        return row
+
     def end(self, row: Row) -> list[Event]:
         row.finish_reason = "cancelled"
         self.rows = [one for one in self.rows if one is not row]
         return [Event(row, None, ()), Event(row, None, ())]
 
-    def run(self, source: Iterable[Row | None], between: Callable[[], None]) -> Iterator[Event]:
+    def run(self, source: Iterable[Request | None], between: Callable[[], None]) -> Iterator[Event]:
         self.rows, waiting = [], iter(source)
         left: dict[int, int] = {}
         while True:
             between()
             self.chunks += 1
-            row = next(waiting, None)
-            if row is not None:
+            request = next(waiting, None)
+            if request is not None:
+                row = self._new.pop(id(request))
                 self.rows.append(row)
                 row.started = time.perf_counter() if self.has_slots else None
-                left[id(row)] = row.request.max_new_tokens
-                if [*row.request.prompt] == [self.DEFECT]:
+                left[id(row)] = request.max_new_tokens
+                if [*request.prompt] == [self.DEFECT]:
                     raise RuntimeError("a defect")
             elif not self.rows:
                 return

@@ -18,23 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from entropix_jax.engine.memory import check_cache
-from entropix_jax.engine.preparation import DECODE_WINDOW, MAX_STEPS, bucket
+from entropix_jax.engine.moves import Roster
 from entropix_jax.engine.programs import CompileError, Programs, decode_for_backend
 from entropix_jax.engine.prompts import PromptReader
 from entropix_jax.engine.records import outcomes
-from entropix_jax.engine.results import Event, Request, Row
-from entropix_jax.engine.roster import Roster
-from entropix_jax.engine.running import RunningRow, check_request
-from entropix_jax.engine.slots import (
-    Layout,
-    answer,
-    emptied,
-    empty_slots,
-    insert,
-    lanes_for,
-    park,
-    widen,
-)
+from entropix_jax.engine.request import Request, check_request
+from entropix_jax.engine.results import Event
+from entropix_jax.engine.row import RunningRow
+from entropix_jax.engine.shapes import DECODE_WINDOW, MAX_STEPS, bucket
+from entropix_jax.engine.slots import Layout, answer, emptied, empty_slots, insert, park, widen
 from entropix_jax.engine.state import STOPPED, DecodeState, Program, Recording, StepRecord
 from entropix_jax.host.integers import check_integer
 from entropix_jax.model.loading import LanguageModel
@@ -66,7 +58,7 @@ class _Chunk:
     forked: jax.Array  # bool, whether the steps after these need the lanes
 
 
-class Engine:
+class Engine(Roster):
     """Runs requests on one model, `slots` at a time.
 
     `steps` counts decode steps, `useful` their slots with a running row.
@@ -103,12 +95,11 @@ class Engine:
         """
         slots = check_integer("slots", slots, 1)
         capacity = check_integer("capacity", capacity, 1)
+        super().__init__(model, slots, capacity)
         if model.mesh is not None:
             check_mesh(model.mesh, model.config, slots)
         self.steps = 0
         self.useful = 0
-        self._model = model
-        self._capacity = capacity
         self._recording = recording or Recording()
         self._look = look
         self._widest = widest
@@ -119,7 +110,6 @@ class Engine:
         self._reading: list[int] = []  # slots whose texts are read part by part
         self._fitting_window = 0  # of the last steps, where programs compile in the background
         self._used_sets: set[frozenset[str]] = set()  # of all programs that were requested
-        self._roster = Roster(model, slots, capacity)
         self._reader = PromptReader(
             model,
             capacity=capacity,
@@ -159,72 +149,23 @@ class Engine:
         """Requests the end of the run after the current event. Safe in a signal handler."""
         self._stopping = True
 
-    def interrupt(self) -> Iterator[Event]:
-        """Ends the unfinished rows of a stopped run. The events have their last text."""
-        for row in (*self._roster.slots, *self._roster.held, *self._roster.waiting):
-            if row is not None:
-                yield from row.interrupt()
-
-    def fork(
-        self,
-        row: Row,
-        number: int,
-        *,
-        position: int | None = None,
-        max_new_tokens: int | None = None,
-    ) -> list[Row]:
-        """Forks a row of the run in progress into `number` new rows. The row continues.
-
-        They take free slots before waiting requests. Their ids are the row's id with ".1", ".2",
-        and so on, so each has its own random numbers.
-
-        Args:
-            position: where they diverge from the row, by default after its last token.
-            max_new_tokens: their budget, by default the row's.
-
-        UserError: see `check_place`; or the row is not part of a run in progress."""
-        return self._roster.fork(row, number, position, max_new_tokens)
-
-    def rewind(self, row: Row, position: int) -> None:
-        """Retracts the tokens of a row from a position on. It continues from there with other
-        random numbers, even if it has ended. No event reports this.
-        UserError as `fork`."""
-        self._roster.rewind(row, position)
-
-    def force(self, row: Row, tokens: Sequence[int], *, action: str = "inject") -> None:
-        """Forces tokens on a running row, after its last token. They replace forced tokens that are
-        still queued. Their `action` is the name of a mechanism.
-
-        Raises:
-            UserError: see `check_place`; more tokens than the remaining budget, an invalid token
-                id, an unknown action, a row that has ended or is not part of a run in progress.
-        """
-        self._roster.force(row, tokens, action)
-
-    def end(self, row: Row) -> list[Event]:
-        """Ends a row of the run in progress as "cancelled" and frees its slot or its place in the
-        queue. Returns its last events, which the run does not yield; none if it has ended.
-        UserError if the row is not part of a run in progress."""
-        return self._roster.cancel(row)
-
     def run(
-        self, requests: Iterable[Request | Row | None], between: Callable[[], None] | None = None
+        self, requests: Iterable[Request | None], between: Callable[[], None] | None = None
     ) -> Iterator[Event]:
         """Runs requests until all have ended, and yields the events, step by step.
 
         Args:
-            requests: fetched one by one, when a slot is free or soon will be. A `Row` instead of a
-                request is used as its result. If it has tokens, from a run that recorded states, it
-                continues after them. None means that no request is available yet. If no row runs,
-                None ends the run, so an iterator that waits for requests must block then.
+            requests: fetched one by one, when a slot is free or soon will be. None means that no
+                request is available yet. If no row runs, None ends the run, so an iterator that
+                waits for requests must block then.
             between: called before each chunk of steps, after all events of earlier chunks.
 
         Raises:
             UserError: a request that `check` refuses, samplers whose mechanisms differ, or lanes
                 for branches that do not fit into memory.
         """
-        self._roster.begin(requests)
-        first = self._roster.fetch()
+        self._begin_rows(requests)
+        first = self._fetch()
         if first is None:
             return
         self._chunk_steps = 1
@@ -234,15 +175,15 @@ class Engine:
             self._begin(first)
         else:
             self._state = emptied(kept[0])
-            self._roster.take_over(kept[1])
+            self._take_over(kept[1])
             kept = None
         try:
             yield from self._run(between or (lambda: None))
             if self._keep:
-                self._kept = self._state, self._roster.slots
+                self._kept = self._state, self._slots
         finally:  # the results may be kept for long: free the cache now
             del self._state
-            self._roster.end()
+            self._known.clear()
             self._forked, self._stopping, self._unpaced = False, False, 0
             self._reading = []
             self._failed.clear()
@@ -280,7 +221,7 @@ class Engine:
                 yield from self._end_failed()
                 continue
             if not in_flight:
-                if self._programs is None or not (self._roster.held or self._wants_more(0)):
+                if self._programs is None or not (self._held or self._wants_more(0)):
                     return
                 self._programs.wait(self._look)
                 continue
@@ -294,8 +235,8 @@ class Engine:
     def _end_failed(self) -> Iterator[Event]:
         """Ends the rows whose programs failed to compile, with an error."""
         for row, error in self._failed.items():
-            if row in self._roster.held:
-                self._roster.held.remove(row)
+            if row in self._held:
+                self._held.remove(row)
             row.row.error = error
             yield from row.interrupt("error")
         self._failed.clear()
@@ -304,30 +245,30 @@ class Engine:
 
     def _insert_arrivals(self) -> None:
         """Puts the next rows into the free slots, and caches their texts."""
-        roster, arrived = self._roster, []
-        for slot, row in enumerate(roster.slots):
+        arrived = []
+        for slot, row in enumerate(self._slots):
             if row is not None and row.running:
                 if row.moved:  # what it has kept is cached there
-                    self._insert(slot, row, cached=len(row.prefix))
+                    self._insert(slot, row, cached=row.to_cache)
                 continue
             if self._stopping or (fresh := self._next_row()) is None:
                 continue
-            roster.slots[slot] = fresh
+            self._slots[slot] = fresh
             if row is not None and fresh.row.tokens and row.has_cached(fresh):
-                self._insert(slot, fresh, cached=len(fresh.prefix))
+                self._insert(slot, fresh, cached=fresh.to_cache)
             else:
                 shared = row.shared(fresh) if self._keep and row is not None else 0
                 self._insert(slot, fresh, cached=shared)
                 arrived.append(slot)
         if not self._stopping:  # whether another one waits decides when the device returns
-            roster.fetch()
+            self._fetch()
         self._read_texts(arrived)
 
     def _read_texts(self, arrived: Sequence[int]) -> None:
         """Caches the texts of new rows and of rows that are only partly cached. If programs compile
         in the background and other rows run, caches one part per call."""
-        rows = {slot: row for slot, row in enumerate(self._roster.slots) if row is not None}
-        running = self._roster.running
+        rows = {slot: row for slot, row in enumerate(self._slots) if row is not None}
+        running = self._running
         reading = [slot for slot in dict.fromkeys((*self._reading, *arrived)) if slot in running]
         by_part = self._programs is not None and len(running) > len(reading)
         before = self._reader.read
@@ -338,24 +279,23 @@ class Engine:
         if reading:
             with self._decode_compiles():
                 self._state = self._reader.cache(self._state, self._layout, rows, reading, stops)
-        self._reading = [slot for slot in reading if rows[slot].cached < len(rows[slot].prefix)]
+        self._reading = [slot for slot in reading if rows[slot].cached < rows[slot].to_cache]
 
     def _next_row(self) -> RunningRow | None:
         """Removes and returns the next row that can run. Rows whose programs are missing are held,
         and later rows overtake them. Each held row reserves a free slot."""
-        roster = self._roster
         if self._programs is None:
-            return roster.waiting.popleft() if roster.fetch() is not None else None
-        for row in roster.held:
+            return self._waiting.popleft() if self._fetch() is not None else None
+        for row in self._held:
             if self._has_programs(row):
-                roster.held.remove(row)
+                self._held.remove(row)
                 return row
-        running = len(roster.running)
-        while running + len(roster.held) < len(roster.slots) and roster.fetch() is not None:
-            row = roster.waiting.popleft()
+        running = len(self._running)
+        while running + len(self._held) < len(self._slots) and self._fetch() is not None:
+            row = self._waiting.popleft()
             if self._has_programs(row):
                 return row
-            roster.held.append(row)
+            self._held.append(row)
         return None
 
     def _insert(self, slot: int, row: RunningRow, cached: int) -> None:
@@ -374,7 +314,7 @@ class Engine:
 
     def _lanes_for(self, row: RunningRow) -> int:
         """The lanes of a shard that a row needs."""
-        needed = MAX_WIDTH - 1 if self._widest else lanes_for(row.request.sampler)
+        needed = MAX_WIDTH - 1 if self._widest else row.request.sampler.lanes
         return shared_lanes(self._layout.slots // self._layout.shards, needed)
 
     def _check_cache(self, lanes: int) -> None:
@@ -412,7 +352,7 @@ class Engine:
         compiling.start()
         try:
             yield
-            running = self._roster.running.values()
+            running = self._running.values()
             if self._layout.lanes and any(row.remaining >= _MANY_TOKENS for row in running):
                 self._compiling = Thread(target=compile_decode, args=(True,))
                 self._compiling.start()
@@ -423,7 +363,7 @@ class Engine:
 
     def _wants_more(self, steps: int) -> bool:
         """Whether a row will still run after the `steps` in flight, as far as the host knows."""
-        running = self._roster.running.values()
+        running = self._running.values()
         return not self._stopping and any(steps == 0 or row.remaining > steps for row in running)
 
     def _dispatch(self) -> _Chunk:
@@ -444,18 +384,18 @@ class Engine:
             program = self._programs.get(self._key(static["program"]))
             state, records, forked = program(*arguments)
         self._state = state
-        return _Chunk(steps, tuple(self._roster.slots), self._layout, records, forked)
+        return _Chunk(steps, tuple(self._slots), self._layout, records, forked)
 
     def _decode_arguments(
         self, state: DecodeState, program: Program | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of `decode`, traced ones and static ones: for the next chunk, if no other
         `program` is given."""
-        number, waits = self._layout.slots, bool(self._roster.waiting)
+        number, waits = self._layout.slots, bool(self._waiting)
         if self._programs is not None:  # without free slots for held rows, and parked rows
             number = sum(
-                row.length <= self._fitting_window
-                for slot, row in self._roster.running.items()
+                row.reach <= self._fitting_window
+                for slot, row in self._running.items()
                 if slot not in self._reading
             )
         fewest = number + 1 - max(number // _SLOTS_PER_EMPTY, 1) if waits else 1
@@ -473,7 +413,7 @@ class Engine:
         last digits of the results, depends on the rows and not on when the host looked."""
         if self._programs is not None:
             return self._fitting_window
-        longest = max(row.length for row in self._roster.slots if row is not None)
+        longest = max(row.reach for row in self._slots if row is not None)
         return self._window_of(longest)
 
     def _window_of(self, length: int) -> int:
@@ -491,9 +431,9 @@ class Engine:
 
     def _needs(self, *more: RunningRow) -> tuple[frozenset[str], bool]:
         """The mechanisms of the running rows and of some more, and whether the rows may fork."""
-        rows = [*self._roster.running.values(), *more]
+        rows = [*self._running.values(), *more]
         used = (row.request.sampler.parts.used for row in rows)
-        forks = self._forked or any(lanes_for(row.request.sampler) for row in rows)
+        forks = self._forked or any(row.request.sampler.lanes for row in rows)
         return frozenset().union(*used), forks
 
     def _compiled(self, used: frozenset[str], window: int, forks: bool) -> frozenset[str] | None:
@@ -535,8 +475,8 @@ class Engine:
         if row in self._failed:
             return False
         used, forks = self._needs(row)
-        window = self._window_of(row.length)
-        if self._roster.running:
+        window = self._window_of(row.reach)
+        if self._running:
             window = max(window, self._fitting_window)
         try:
             can_read = self._reader.request(self._state, self._layout, row)
@@ -553,19 +493,19 @@ class Engine:
         used, forks = self._needs()
         rows = [
             row
-            for slot, row in self._roster.running.items()
+            for slot, row in self._running.items()
             if slot not in self._reading and row not in self._failed
         ]
         if not rows:
             return False
-        lengths = [row.length for row in rows]
+        lengths = [row.reach for row in rows]
         needed = window = self._window_of(max(lengths))
         try:
             has_needed = self._has(used, needed, forks, urgent=True)
-            if has_needed and any(row.length + row.remaining > needed for row in rows):
+            if has_needed and any(row.reach + row.remaining > needed for row in rows):
                 self._has(used, self._window_of(needed + 1), forks, ahead=True)
         except CompileError as error:
-            longest = [row for row in rows if self._window_of(row.length) == needed]
+            longest = [row for row in rows if self._window_of(row.reach) == needed]
             self._failed |= dict.fromkeys(longest, str(error))
         while (chosen := self._compiled(used, window, forks)) is None or window < min(lengths):
             if window <= DECODE_WINDOW:
@@ -581,7 +521,7 @@ class Engine:
         ended. A failed row has all its tokens cached, including the last one. None of them may fill
         the window.
         """
-        for slot, row in enumerate(self._roster.slots):
+        for slot, row in enumerate(self._slots):
             if row is None or row.answer is None:
                 continue
             tokens, action = row.answer
@@ -591,7 +531,7 @@ class Engine:
             place, count = self._layout.numbers[slot], np.int32(len(tokens))
             state = answer(state, place, padded, count, np.int32(action))
         ended = np.zeros(state.status.shape, bool)
-        for slot, row in enumerate(self._roster.slots):
+        for slot, row in enumerate(self._slots):
             reason = None if row is None else row.row.finish_reason
             ended[self._layout.numbers[slot]] = reason in ("stop", "error", "cancelled")
         if ended.any():
