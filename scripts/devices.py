@@ -145,8 +145,7 @@ def trace(args: argparse.Namespace, program: str, batch: int, devices: Any) -> A
         vocab_size=CONFIG.vocab_size,
     )
     shards = 1 if mesh is None else mesh.shape[DATA]
-    needed = CalibratedSampler(sampler, settings, calibration).lanes
-    lanes = shared_lanes(batch // shards, needed)
+    lanes = shared_lanes(batch // shards, CalibratedSampler(sampler, settings, calibration).lanes)
     state = jax.eval_shape(
         lambda: empty_slots(
             CONFIG,

@@ -8,37 +8,36 @@ the next.
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from threading import Thread
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from entropix_jax.engine.calibrated import CalibratedSampler
+from entropix_jax.engine.listed import ProgramList, compile_listed
 from entropix_jax.engine.memory import check_cache
 from entropix_jax.engine.moves import Roster
-from entropix_jax.engine.programs import CompileError, Programs, decode_for_backend
+from entropix_jax.engine.programs import Programs, Steps
 from entropix_jax.engine.prompts import PromptReader
 from entropix_jax.engine.records import outcomes
 from entropix_jax.engine.request import Request, check_request
 from entropix_jax.engine.results import Event
 from entropix_jax.engine.row import RunningRow
-from entropix_jax.engine.shapes import DECODE_WINDOW, MAX_STEPS, bucket
-from entropix_jax.engine.slots import Layout, answer, emptied, empty_slots, insert, park, widen
-from entropix_jax.engine.state import STOPPED, DecodeState, Program, Recording, StepRecord
+from entropix_jax.engine.shapes import MAX_STEPS, decode_window
+from entropix_jax.engine.slots import Layout, answer, emptied, empty_slots, insert, widen
+from entropix_jax.engine.state import RUNNING, STOPPED, DecodeState, Recording, StepRecord
 from entropix_jax.host.integers import check_integer
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.model.mesh import DATA, check_mesh
 from entropix_jax.sampler.settings import MAX_WIDTH, Parts
 
 _LOOK_SECONDS = 0.1  # target time between two reads by the host
-# Slots for each one that may be empty before the device returns for the next row.
-_SLOTS_PER_EMPTY = 16
+_SLOTS_PER_EMPTY = 16  # one slot in this many may idle before a chunk ends early
 _SLOTS_PER_LANE = 6  # where rows may fork
-_MANY_TOKENS = 64  # of a row that will probably fork before its end
-_MOST_IDLE = 8  # chunks in a row that make no step; more is a defect
+_MANY_TOKENS = 64  # budget from which the program with lanes is compiled ahead
+_MOST_IDLE = 8  # consecutive chunks without a step; more is a defect
 
 
 def shared_lanes(slots: int, needed: int = MAX_WIDTH - 1) -> int:
@@ -72,9 +71,8 @@ class Engine(Roster):
         capacity: int,
         recording: Recording | None = None,
         look: float = _LOOK_SECONDS,
-        widest: bool = False,
         keep: bool = False,
-        background: bool = False,
+        listed: ProgramList | None = None,
     ) -> None:
         """Nothing is allocated before `run`.
 
@@ -82,13 +80,10 @@ class Engine(Roster):
             capacity: cache slots of a row: its prompt and its new tokens together.
             recording: optional parts of each token's record.
             look: maximum seconds of a chunk of steps; a new request waits for up to two chunks.
-            widest: allocate lanes for the widest forks at the start, so that no later row needs an
-                allocation or compilation for its branches.
             keep: the caches outlive a run and keep their memory. A row only reads tokens that its
                 slot has not cached before. Its last digits then depend on the row before.
-            background: compile programs in a thread, on one device. A row is held until its
-                programs are compiled, and parked if it outgrows them. The others continue. A row's
-                last digits then depend on the other rows.
+            listed: only these programs are used, on one device, see `compile`. Long texts are read
+                between the chunks of other rows. A row's last digits then depend on the other rows.
 
         UserError if slots or capacity are below 1, slots cannot be split evenly over the model's
         mesh, or they do not fit into memory.
@@ -102,39 +97,28 @@ class Engine(Roster):
         self.useful = 0
         self._recording = recording or Recording()
         self._look = look
-        self._widest = widest
         self._keep = keep
-        self._programs = Programs() if background and model.mesh is None else None
-        self._failed: dict[RunningRow, str] = {}  # errors of rows whose programs failed to compile
-        self._parts = Parts(())  # what the decode steps are made of
+        self._listed = listed
+        self.programs = Programs(model, self._recording, () if listed is None else listed.sets)
+        self._parts = Parts(())  # static parts of the decode steps
         self._reading: list[int] = []  # slots whose texts are read part by part
-        self._fitting_window = 0  # of the last steps, where programs compile in the background
-        self._used_sets: set[frozenset[str]] = set()  # of all programs that were requested
-        self._reader = PromptReader(
-            model,
-            capacity=capacity,
-            keep=keep,
-            programs=self._programs,
-        )
+        self._paused: list[int] = []  # those of them that the device has been told of
+        self._reader = PromptReader(model, capacity=capacity, keep=keep, programs=self.programs)
         self._chunk_steps = 1
-        self._unpaced = 0  # chunks in flight to leave out of pacing
+        self._unpaced = 0  # in-flight chunks to exclude from pacing
         self._forked = False
-        self._compiling: Thread | None = None  # the program with lanes
         self._stopping = False
         self._kept: tuple[DecodeState, list[RunningRow | None]] | None = None  # of the run before
         self._layout = Layout(slots, 0, 1 if model.mesh is None else model.mesh.shape[DATA])
-        per_shard = slots // self._layout.shards
-        self._check_cache(shared_lanes(per_shard, MAX_WIDTH - 1 if widest else 0))
+        if listed is not None:
+            assert model.mesh is None
+            self._layout = replace(self._layout, lanes=shared_lanes(slots, listed.lanes))
+        self._check_cache(self._layout.lanes)
 
     @property
     def used(self) -> float:
         """Share of slots with a running row, over the steps so far."""
         return self.useful / max(self.steps * self._layout.slots, 1)
-
-    @property
-    def compiling(self) -> str | None:
-        """Name of the program that compiles in the background, or None."""
-        return None if self._programs is None else self._programs.compiling
 
     @property
     def read(self) -> int:
@@ -164,7 +148,9 @@ class Engine(Roster):
             UserError: a request that `check` refuses, samplers whose mechanisms differ, or lanes
                 for branches that do not fit into memory.
         """
-        self._begin_rows(requests)
+        self._slots = [None] * len(self._slots)
+        self._waiting.clear()
+        self._source, self._number = iter(requests), 0
         first = self._fetch()
         if first is None:
             return
@@ -175,8 +161,10 @@ class Engine(Roster):
             self._begin(first)
         else:
             self._state = emptied(kept[0])
-            self._take_over(kept[1])
-            kept = None
+            self._slots, kept = kept[1], None
+            for row in self._slots:
+                if row is not None:
+                    row.replaced = True  # it has ended
         try:
             yield from self._run(between or (lambda: None))
             if self._keep:
@@ -185,16 +173,18 @@ class Engine(Roster):
             del self._state
             self._known.clear()
             self._forked, self._stopping, self._unpaced = False, False, 0
-            self._reading = []
-            self._failed.clear()
+            self._reading, self._paused = [], []
 
     def _begin(self, first: RunningRow) -> None:
         """Begins with empty caches."""
-        sampler = first.request.sampler
-        self._parts = Parts(sampler.mechanisms)
-        self._layout = replace(self._layout, lanes=self._lanes_for(first))
-        self._check_cache(self._layout.lanes)
-        self._state = empty_slots(
+        self._parts = Parts(first.request.sampler.mechanisms)
+        if self._listed is None:
+            self._layout = replace(self._layout, lanes=self._lanes_for(first))
+            self._check_cache(self._layout.lanes)
+        self._state = self._empty_state(first.request.sampler)
+
+    def _empty_state(self, sampler: CalibratedSampler) -> DecodeState:
+        return empty_slots(
             self._model.config,
             self._layout,
             sampler.settings,
@@ -214,32 +204,17 @@ class Engine(Roster):
             if time.perf_counter() - began > self._look / 2:
                 self._unpaced = len(in_flight)
             while len(in_flight) < 2 and self._wants_more(sum(c.steps for c in in_flight)):
-                if not self._choose_program():
-                    break
                 in_flight.append(self._dispatch())
-            if self._failed:
-                yield from self._end_failed()
-                continue
             if not in_flight:
-                if self._programs is None or not (self._held or self._wants_more(0)):
-                    return
-                self._programs.wait(self._look)
-                continue
+                if self._reading:
+                    continue
+                return
             moved = yield from self._read_back(in_flight.popleft())
             # Chunks may make no step: the one before ended rows, filled the window, or needs the
             # other program, and that twice where a stop string ends the row that is forked.
             idle = 0 if moved else idle + 1
             if idle > _MOST_IDLE:
                 raise RuntimeError("rows are running, but no step is made")
-
-    def _end_failed(self) -> Iterator[Event]:
-        """Ends the rows whose programs failed to compile, with an error."""
-        for row, error in self._failed.items():
-            if row in self._held:
-                self._held.remove(row)
-            row.row.error = error
-            yield from row.interrupt("error")
-        self._failed.clear()
 
     # Insert
 
@@ -251,8 +226,9 @@ class Engine(Roster):
                 if row.moved:  # what it has kept is cached there
                     self._insert(slot, row, cached=row.to_cache)
                 continue
-            if self._stopping or (fresh := self._next_row()) is None:
+            if self._stopping or self._fetch() is None:
                 continue
+            fresh = self._waiting.popleft()
             self._slots[slot] = fresh
             if row is not None and fresh.row.tokens and row.has_cached(fresh):
                 self._insert(slot, fresh, cached=fresh.to_cache)
@@ -265,12 +241,12 @@ class Engine(Roster):
         self._read_texts(arrived)
 
     def _read_texts(self, arrived: Sequence[int]) -> None:
-        """Caches the texts of new rows and of rows that are only partly cached. If programs compile
-        in the background and other rows run, caches one part per call."""
+        """Caches the texts of new rows and of rows that are only partly cached. With a list of
+        programs, and while other rows run, it caches one part per call."""
         rows = {slot: row for slot, row in enumerate(self._slots) if row is not None}
         running = self._running
         reading = [slot for slot in dict.fromkeys((*self._reading, *arrived)) if slot in running]
-        by_part = self._programs is not None and len(running) > len(reading)
+        by_part = self._listed is not None and len(running) > len(reading)
         before = self._reader.read
 
         def stops() -> bool:
@@ -280,23 +256,6 @@ class Engine(Roster):
             with self._decode_compiles():
                 self._state = self._reader.cache(self._state, self._layout, rows, reading, stops)
         self._reading = [slot for slot in reading if rows[slot].cached < rows[slot].to_cache]
-
-    def _next_row(self) -> RunningRow | None:
-        """Removes and returns the next row that can run. Rows whose programs are missing are held,
-        and later rows overtake them. Each held row reserves a free slot."""
-        if self._programs is None:
-            return self._waiting.popleft() if self._fetch() is not None else None
-        for row in self._held:
-            if self._has_programs(row):
-                self._held.remove(row)
-                return row
-        running = len(self._running)
-        while running + len(self._held) < len(self._slots) and self._fetch() is not None:
-            row = self._waiting.popleft()
-            if self._has_programs(row):
-                return row
-            self._held.append(row)
-        return None
 
     def _insert(self, slot: int, row: RunningRow, cached: int) -> None:
         """Puts a row into a slot that has cached the first `cached` tokens of its text."""
@@ -308,14 +267,14 @@ class Engine(Roster):
         if (lanes := self._lanes_for(row)) > self._layout.lanes:
             self._state = widen(self._state, self._layout, lanes)
             self._layout = replace(self._layout, lanes=lanes)
-        self._state = insert(
-            self._state, self._layout.numbers[slot], arrival, mechanisms=self._parts.mechanisms
-        )
+        arguments = self._state, self._layout.numbers[slot], arrival
+        mechanisms = self._parts.mechanisms
+        self._state = self.programs.call("insert", insert, arguments, mechanisms=mechanisms)
 
     def _lanes_for(self, row: RunningRow) -> int:
         """The lanes of a shard that a row needs."""
-        needed = MAX_WIDTH - 1 if self._widest else row.request.sampler.lanes
-        return shared_lanes(self._layout.slots // self._layout.shards, needed)
+        slots = self._layout.slots // self._layout.shards
+        return shared_lanes(slots, row.request.sampler.lanes)
 
     def _check_cache(self, lanes: int) -> None:
         """UserError unless the slots and `lanes` lanes of each shard fit into memory."""
@@ -329,193 +288,77 @@ class Engine(Roster):
 
     @contextmanager
     def _decode_compiles(self) -> Iterator[None]:
-        """Compiles the first chunk's program, or reads it from the cache, in a thread: the host is
-        idle while a prompt is read. The program with lanes is traced meanwhile, and compiled next.
-        An error is raised where a program is called."""
-
-        def compile_decode(lanes: bool) -> None:
-            with suppress(Exception):
-                lanes_too = replace(static["program"], lanes=lanes)
-                lowered = decode_for_backend().lower(*arguments, **static | {"program": lanes_too})
-                if lanes:
-                    compiling.join()
-                lowered.compile()
-
+        """Compiles the first chunk's program, or reads it from the cache, while the host reads a
+        prompt, and the program with lanes afterwards. An error is raised by the call."""
         # Compiled already; on a mesh the layouts of the arguments are not known yet.
-        if self.steps or self._model.mesh is not None or self._programs is not None:
+        if self.steps or self._model.mesh is not None or self._listed is not None:
             yield
             return
-        arguments, static = self._decode_arguments(self._state)
-        # Prefilling donates the state, so only shapes are kept.
-        arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
-        compiling = Thread(target=compile_decode, args=(False,))
-        compiling.start()
+        first, rows = self._needed(), self._running.values()
+        self.programs.add_steps(first, self._parts, self._state)
+        if self._layout.lanes and any(row.remaining >= _MANY_TOKENS for row in rows):
+            with_lanes = replace(first, lanes=True)
+            self.programs.add_steps(with_lanes, self._parts, self._state)
         try:
             yield
-            running = self._running.values()
-            if self._layout.lanes and any(row.remaining >= _MANY_TOKENS for row in running):
-                self._compiling = Thread(target=compile_decode, args=(True,))
-                self._compiling.start()
         finally:
-            compiling.join()
+            self.programs.wait(first)
+
+    # Programs
+
+    def compile(self) -> None:
+        """Compiles the listed programs in a thread, and returns at once."""
+        assert self._listed is not None
+        state = self._empty_state(self._listed.sampler)
+        place = self._reader, self._model, self._layout
+        compile_listed(self._listed, self.programs, *place, state)
+
+    def _needed(self) -> Steps:
+        """Returns the program that the running rows need.
+
+        Its window is enough for the longest row that the host has. A row that is longer already
+        ends the chunk before its first step. So the window, and with it the last digits of the
+        results, depends on the rows and not on when the host read them.
+        """
+        if self._listed is None:
+            rows = [row for row in self._slots if row is not None]
+            used = self._parts.used  # of all rows so far
+        else:
+            rows = [*self._decoding.values()]
+            used = frozenset().union(*(row.request.sampler.parts.used for row in rows))
+            found = self.programs.set_of(used)
+            assert found is not None
+            used = found
+        longest = max(row.reach for row in rows)
+        return Steps(used, decode_window(longest, self._capacity), self._forked)
+
+    @property
+    def _decoding(self) -> dict[int, RunningRow]:
+        """The running rows whose texts have been read, by slot."""
+        return {slot: row for slot, row in self._running.items() if slot not in self._reading}
 
     # Decode
 
     def _wants_more(self, steps: int) -> bool:
         """Whether a row will still run after the `steps` in flight, as far as the host knows."""
-        running = self._running.values()
-        return not self._stopping and any(steps == 0 or row.remaining > steps for row in running)
+        rows = self._decoding.values()
+        return not self._stopping and any(steps == 0 or row.remaining > steps for row in rows)
 
     def _dispatch(self) -> _Chunk:
         """Gives the device a chunk of steps; it ends early where rows wait and slots are free."""
-        steps = self._chunk_steps
+        needed, steps = self._needed(), self._chunk_steps
+        key = self.programs.find(needed)
+        leaves = key.lanes and self.programs.find(replace(needed, lanes=False)) != key
+        slots = self._layout.slots - len(self._reading)
+        fewest = slots + 1 - max(slots // _SLOTS_PER_EMPTY, 1) if self._waiting else 1
+        counts = np.int32(steps), np.int32(fewest), np.bool_(leaves)
         state = self._with_answers(self._state)
-        if self._programs is not None:
-            reading = np.zeros(len(self._layout.slot_of), bool)
-            reading[self._layout.numbers[[*self._reading]]] = True
-            state = park(state, np.int32(self._window()), reading)
-        arguments, static = self._decode_arguments(state)
-        if self._forked and self._compiling is not None:
-            self._compiling.join()
-            self._compiling = None
-        if self._programs is None:
-            state, records, forked = decode_for_backend()(*arguments, **static)
-        else:
-            program = self._programs.get(self._key(static["program"]))
-            state, records, forked = program(*arguments)
-        self._state = state
+        self._state, records, forked = self.programs.run_steps(key, self._parts, state, *counts)
         return _Chunk(steps, tuple(self._slots), self._layout, records, forked)
 
-    def _decode_arguments(
-        self, state: DecodeState, program: Program | None = None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of `decode`, traced ones and static ones: for the next chunk, if no other
-        `program` is given."""
-        number, waits = self._layout.slots, bool(self._waiting)
-        if self._programs is not None:  # without free slots for held rows, and parked rows
-            number = sum(
-                row.reach <= self._fitting_window
-                for slot, row in self._running.items()
-                if slot not in self._reading
-            )
-        fewest = number + 1 - max(number // _SLOTS_PER_EMPTY, 1) if waits else 1
-        traced = (self._model.params, state, np.int32(self._chunk_steps), np.int32(fewest))
-        static = {
-            "config": self._model.config,
-            "max_steps": MAX_STEPS,
-            "program": program or self._program(self._window(), self._forked),
-        }
-        return traced, static
-
-    def _window(self) -> int:
-        """Cache slots that a step reads: enough for the longest row that the host knows of. A row
-        that is longer already ends the chunk before its first step. So the number, and with it the
-        last digits of the results, depends on the rows and not on when the host looked."""
-        if self._programs is not None:
-            return self._fitting_window
-        longest = max(row.reach for row in self._slots if row is not None)
-        return self._window_of(longest)
-
-    def _window_of(self, length: int) -> int:
-        return min(bucket(length, DECODE_WINDOW), self._capacity)
-
-    def _program(self, window: int, lanes: bool, used: frozenset[str] | None = None) -> Program:
-        """The program of steps, by default of what the rows use."""
-        parts = self._parts if used is None else replace(self._parts, used=used)
-        return Program(parts, window, self._recording, lanes)
-
-    # Programs that compile in the background
-
-    def _key(self, program: Program) -> tuple[Any, ...]:
-        return "decode", program, self._layout
-
-    def _needs(self, *more: RunningRow) -> tuple[frozenset[str], bool]:
-        """The mechanisms of the running rows and of some more, and whether the rows may fork."""
-        rows = [*self._running.values(), *more]
-        used = (row.request.sampler.parts.used for row in rows)
-        forks = self._forked or any(row.request.sampler.lanes for row in rows)
-        return frozenset().union(*used), forks
-
-    def _compiled(self, used: frozenset[str], window: int, forks: bool) -> frozenset[str] | None:
-        """The mechanisms of the compiled programs that contain those `used` and the fewest others:
-        of one without lanes, and of one with them where rows may fork. None if there is none."""
-        assert self._programs is not None
-        lanes = (False, True) if forks else (False,)
-        fitting = [
-            mechanisms
-            for mechanisms in self._used_sets
-            if used <= mechanisms
-            and all(
-                self._key(self._program(window, each, mechanisms)) in self._programs
-                for each in lanes
-            )
-        ]
-        return min(fitting, key=lambda each: (len(each), sorted(each)), default=None)
-
-    def _has(self, used: frozenset[str], window: int, forks: bool, **when: bool) -> bool:
-        """Returns whether programs for such rows are compiled. Requests missing ones, which include
-        the mechanisms of the current program so that one program serves all rows. `when`: see
-        `Programs.request`."""
-        if self._compiled(used, window, forks) is not None:
-            return True
-        assert self._programs is not None
-        used |= self._parts.used
-        self._used_sets.add(used)
-        for lanes in (False, True) if forks else (False,):
-            name = f"steps of {window} positions{' with forks' if lanes else ''}"
-            name += f" ({', '.join(sorted(used)) or 'plain'})"
-            program = self._program(window, lanes, used)
-            traced, static = self._decode_arguments(self._state, program)
-            key = self._key(program)
-            self._programs.request(key, name, decode_for_backend(), traced, static, **when)
-        return False
-
-    def _has_programs(self, row: RunningRow) -> bool:
-        """Returns whether the row can run now with the running rows. Requests missing programs."""
-        if row in self._failed:
-            return False
-        used, forks = self._needs(row)
-        window = self._window_of(row.reach)
-        if self._running:
-            window = max(window, self._fitting_window)
-        try:
-            can_read = self._reader.request(self._state, self._layout, row)
-            return self._has(used, window, forks) and can_read
-        except CompileError as error:
-            self._failed[row] = str(error)
-            return False
-
-    def _choose_program(self) -> bool:
-        """Chooses the program of the next chunk: the window that the running rows need, or the
-        longest compiled one, which parks longer rows. Returns whether a row can run in it."""
-        if self._programs is None:
-            return True
-        used, forks = self._needs()
-        rows = [
-            row
-            for slot, row in self._running.items()
-            if slot not in self._reading and row not in self._failed
-        ]
-        if not rows:
-            return False
-        lengths = [row.reach for row in rows]
-        needed = window = self._window_of(max(lengths))
-        try:
-            has_needed = self._has(used, needed, forks, urgent=True)
-            if has_needed and any(row.reach + row.remaining > needed for row in rows):
-                self._has(used, self._window_of(needed + 1), forks, ahead=True)
-        except CompileError as error:
-            longest = [row for row in rows if self._window_of(row.reach) == needed]
-            self._failed |= dict.fromkeys(longest, str(error))
-        while (chosen := self._compiled(used, window, forks)) is None or window < min(lengths):
-            if window <= DECODE_WINDOW:
-                return False
-            window = self._window_of(window // 2)
-        self._parts, self._fitting_window = replace(self._parts, used=chosen), window
-        return True
-
     def _with_answers(self, state: DecodeState) -> DecodeState:
-        """Returns the state with the host's decisions: answers to waiting rows, and ended rows.
+        """Returns the state with the host's decisions: answers to waiting rows, ended rows, and
+        rows whose texts are only partly read.
 
         On the device a row that a stop string or the caller ended may still run, wait or have
         ended. A failed row has all its tokens cached, including the last one. None of them may fill
@@ -529,13 +372,17 @@ class Engine(Roster):
             padded = np.zeros(self._capacity, np.int32)
             padded[: len(tokens)] = tokens
             place, count = self._layout.numbers[slot], np.int32(len(tokens))
-            state = answer(state, place, padded, count, np.int32(action))
-        ended = np.zeros(state.status.shape, bool)
+            arguments = state, place, padded, count, np.int32(action)
+            state = self.programs.call("answer", answer, arguments)
+        status = np.full(state.status.shape, -1, np.int32)  # -1: no change
+        status[self._layout.numbers[self._paused]] = RUNNING
         for slot, row in enumerate(self._slots):
             reason = None if row is None else row.row.finish_reason
-            ended[self._layout.numbers[slot]] = reason in ("stop", "error", "cancelled")
-        if ended.any():
-            state = replace(state, status=jnp.where(ended, STOPPED, state.status))
+            if reason in ("stop", "error", "cancelled") or slot in self._reading:
+                status[self._layout.numbers[slot]] = STOPPED
+        self._paused = [*self._reading]
+        if (status >= 0).any():
+            state = replace(state, status=jnp.where(status >= 0, status, state.status))
         return state
 
     # Read back
@@ -544,7 +391,7 @@ class Engine(Roster):
         """Applies a chunk's outcomes to its rows. Returns whether it made any step."""
         asked = time.perf_counter()
         records, forked = jax.device_get((chunk.records, chunk.forked))
-        if self._unpaced:  # it was ready long ago: nobody asked for it meanwhile
+        if self._unpaced:  # its wait says nothing about the device
             self._unpaced -= 1
         else:
             self._pace(time.perf_counter() - asked)
@@ -553,9 +400,8 @@ class Engine(Roster):
         numbers = [0 if row is None else row.row.number for row in chunk.rows]
         decode_text = self._model.tokenizer.decode_within
         actions = [mechanism.name for mechanism in self._parts.mechanisms]
-        for outcome in outcomes(
-            chunk.layout, numbers, actions, records, self._recording, decode_text
-        ):
+        read = outcomes(chunk.layout, numbers, actions, records, self._recording, decode_text)
+        for outcome in read:
             row = chunk.rows[outcome.slot]
             if row is None or not row.running:
                 continue

@@ -5,7 +5,7 @@ chunk. The old one ignores the results of chunks in flight.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, MutableSequence, Sequence
+from collections.abc import Iterator, MutableSequence, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -27,7 +27,6 @@ class Roster:
         """`capacity` is the cache positions of a row."""
         self._slots: list[RunningRow | None] = [None] * slots  # current or last row of each slot
         self._waiting: deque[RunningRow] = deque()  # the next rows, forks first
-        self._held: list[RunningRow] = []  # rows whose programs are not compiled yet
         self._model = model
         self._capacity = capacity
         self._source: Iterator[Request | None] = iter(())
@@ -49,7 +48,7 @@ class Roster:
 
     def interrupt(self) -> Iterator[Event]:
         """Ends the unfinished rows of a stopped run. The events have their last text."""
-        for row in (*self._slots, *self._held, *self._waiting):
+        for row in (*self._slots, *self._waiting):
             if row is not None:
                 yield from row.interrupt()
 
@@ -58,11 +57,10 @@ class Roster:
         queue. Returns its last events, which the run does not yield; none if it has ended.
         UserError if the row is not part of a run in progress."""
         self._check(row)
-        for running in (*self._slots, *self._held, *self._waiting):
+        for running in (*self._slots, *self._waiting):
             if running is not None and running.row is row and running.running:
-                for rows in (self._held, self._waiting):
-                    if running in rows:
-                        rows.remove(running)
+                if running in self._waiting:
+                    self._waiting.remove(running)
                 return [*running.interrupt("cancelled")]
         return []
 
@@ -137,20 +135,6 @@ class Roster:
             raise UserError(f"no mechanism is named '{action}'{nearest(action, actions)}")
         self._move(row, Answer([*tokens], actions.index(action)))
 
-    def _begin_rows(self, requests: Iterable[Request | None]) -> None:
-        """Begins a run without rows."""
-        self._slots = [None] * len(self._slots)
-        self._waiting.clear()
-        self._held.clear()
-        self._source, self._number = iter(requests), 0
-
-    def _take_over(self, slots: Sequence[RunningRow | None]) -> None:
-        """Puts the ended rows of the run before into the slots."""
-        self._slots = [*slots]
-        for row in self._slots:
-            if row is not None:
-                row.replaced = True
-
     def _fetch(self) -> RunningRow | None:
         """Returns the next row, or None if there is none yet. Fetches a request if no row waits."""
         if not self._waiting and (request := next(self._source, None)) is not None:
@@ -189,7 +173,7 @@ class Roster:
         """Runs the changed row in its slot or its place in the queue. Without one it waits behind
         other moved rows and before any request."""
         new = self._run_row(row, forced, moved=True)
-        places: tuple[MutableSequence[Any], ...] = (self._slots, self._held, self._waiting)
+        places: tuple[MutableSequence[Any], ...] = (self._slots, self._waiting)
         for rows in places:
             for i, old in enumerate(rows):
                 if old is not None and old.row is row:

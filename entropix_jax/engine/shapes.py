@@ -22,3 +22,8 @@ def chunk_size(config: ModelConfig, length: int, batch: int, largest: int) -> in
     scores = bucket(length, PREFILL_WINDOW) * batch * config.num_heads
     room = 1 << max(_SCORES_BYTES // (4 * scores), 1).bit_length() - 1
     return min(largest, max(_MIN_CHUNK, room))
+
+
+def decode_window(length: int, capacity: int) -> int:
+    """Returns the cache positions that a step reads for rows of up to `length` tokens."""
+    return min(bucket(length, DECODE_WINDOW), capacity)

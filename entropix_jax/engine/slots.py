@@ -130,7 +130,6 @@ def empty_slots(
         ),
         forwards=full(0),
         status=full(STOPPED),
-        parked=full(False, dtype=bool),
         lanes=layout.lanes,
     )
     if mesh is not None:
@@ -143,15 +142,6 @@ def emptied(state: DecodeState) -> DecodeState:
     """Returns the state with the rows and branches removed. Cached tokens stay."""
     fork = replace(state.fork, branch=jnp.full_like(state.fork.branch, -1))
     return replace(state, fork=fork, status=jnp.full_like(state.status, STOPPED))
-
-
-@partial(jax.jit, donate_argnames="state")
-def park(state: DecodeState, window: jax.Array, reading: jax.Array) -> DecodeState:
-    """Parks the rows and branches that are as long as the `window`, int32, or longer, and those
-    whose text is still being read, bool [P]; resumes all others. A parked row keeps its state and
-    is skipped by steps. The state is donated."""
-    parked = ((state.cache.length >= window) | reading) & (state.status != STOPPED)
-    return replace(state, parked=parked)
 
 
 def widen(state: DecodeState, layout: Layout, lanes: int) -> DecodeState:
@@ -208,7 +198,6 @@ def insert(
         ),
         fork=replace(fork, branch=jnp.where(freed, -1, fork.branch)),
         status=put(jnp.where(freed, STOPPED, state.status), jnp.int32(RUNNING)),
-        parked=put(state.parked, np.bool_(False)),
     )
 
 

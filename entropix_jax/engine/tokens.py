@@ -19,17 +19,10 @@ def encode_prompt(
     system: str | None = None,
     escape_special: bool = False,
 ) -> list[int]:
-    """Returns a prompt as token ids.
-
-    Args:
-        prompt: a text, or a conversation of messages with a `role` and a `content`.
-        chat: a text is one turn of a chat.
-        system: a system message, for a chat only.
-        escape_special: control tokens that the prompt spells are ordinary text.
-
-    UserError if the prompt is empty, a conversation or system message is passed without `chat`, or
-    the model has no chat template.
-    """
+    """Returns a prompt as token ids: a text, or messages with a `role` and a `content`. With `chat`
+    a text is one turn, after a `system` message if one is passed. With `escape_special` control
+    tokens that the prompt spells are ordinary text. UserError if the prompt is empty, or needs a
+    chat that was not requested or has no template."""
     if prompt == "":
         raise UserError("the prompt is empty")
     if not chat and (system is not None or not isinstance(prompt, str)):
@@ -57,20 +50,6 @@ def _as_messages(prompt: Prompt, system: str | None) -> Any:
     elif isinstance(prompt, Sequence):
         messages = list(prompt)
     return messages if system is None else [{"role": "system", "content": system}, *messages]
-
-
-def start_of_text(model: LanguageModel) -> list[int]:
-    """Returns the tokens that a text begins with, at least one.
-
-    Where the tokenizer adds none: the checkpoint's beginning-of-text token, an end token (training
-    puts it between two texts), or a line break.
-    """
-    tokenizer = model.tokenizer
-    if start := tokenizer.encode("", add_bos=True):
-        return start
-    named = (tokenizer.named_token_id(name) for name in ("bos_token", "eos_token"))
-    found = [i for i in (*named, *model.eos_ids) if i is not None]
-    return (found or tokenizer.encode_within("\n") or [0])[:1]
 
 
 def find_no_token(model: LanguageModel, tokens: Sequence[Any]) -> Any:

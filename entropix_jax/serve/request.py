@@ -4,12 +4,13 @@ import json
 import re
 import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from entropix_jax.engine.calibrated import CalibratedSampler, calibrate_sampler
+from entropix_jax.engine.listed import ProgramList
 from entropix_jax.engine.methods import find_method
 from entropix_jax.engine.request import Request, check_request
 from entropix_jax.engine.results import Row
@@ -45,6 +46,9 @@ _SETTINGS = {
     "min_p": "base.min_p",
     "repetition_penalty": "repetition.penalty",
 }
+# Values with which each option of the API acts.
+_OPTIONS = {"repetition.frequency": 1e-6, "repetition.presence": 1e-6, "repetition.penalty": 1.01}
+_OPTIONS |= {"base.top_k": 1, "base.min_p": 0.1, "base.top_p": 0.5}
 _SHAPES = {"temperature", "top_p", "top_k", "min_p"}  # keys that shape the distribution
 
 
@@ -57,6 +61,7 @@ class ServedModel:
         sampler: of requests without sampling options.
         context: cache positions of a row.
         top: maximum number of alternatives per token.
+        presets: whose mechanisms are compiled, None for all.
     """
 
     name: str
@@ -64,6 +69,22 @@ class ServedModel:
     sampler: Sampler
     context: int
     top: int
+    presets: Sequence[str] | None = None
+
+    def list_programs(self) -> ProgramList:
+        """Returns the list of the server's programs: first the mechanisms of its sampler and of the
+        API's options, then those of the presets and the user's own, too."""
+
+        def mechanisms_of(choices: Iterable[str | None]) -> frozenset[str]:
+            samplers = (self.choose_sampler(choice, _OPTIONS) for choice in choices)
+            return frozenset[str]().union(*(sampler.parts.used for sampler in samplers))
+
+        first = mechanisms_of((None, GREEDY, PLAIN))
+        every = first | mechanisms_of(preset_names() if self.presets is None else self.presets)
+        if own := self.sampler.mechanisms[len(MECHANISMS) :]:
+            every |= {mechanism.name for mechanism in own}
+            every |= {mechanism.name for mechanism in MECHANISMS if mechanism.may is not None}
+        return ProgramList(self.choose_sampler(), [*dict.fromkeys((first, every))])
 
     def check_name(self, body: Body) -> None:
         """Raises ApiError (404) if a request names another model."""

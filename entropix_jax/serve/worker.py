@@ -65,7 +65,7 @@ class Worker:
 
     `tokens` counts the committed tokens by regime, `retracted` the retracted ones, `finished` the
     rows by finish reason, `failures` the restarts of the engine. Other threads may use
-    `compiling` and `new_row` of the `engine`, nothing else.
+    `new_row` and `programs` of the `engine`, nothing else.
     """
 
     def __init__(self, engine: Engine, *, slots: int, queue: int) -> None:
@@ -142,12 +142,6 @@ class Worker:
     def idle(self) -> bool:
         """Whether nothing runs or waits."""
         return self.stats() == (0, 0) and all(job.done() for job in self._jobs)
-
-    def forget(self) -> None:
-        """Resets the counts. Nothing runs."""
-        self.tokens.clear()
-        self.finished.clear()
-        self.retracted = 0
 
     def refuse(self) -> None:
         """Rejects new requests; running ones finish. A signal handler may call it."""

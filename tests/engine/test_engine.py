@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entropix_jax.engine import loop as module
-from entropix_jax.engine import prompts
+from entropix_jax.engine import prompts, shapes
 from entropix_jax.engine.loop import Engine
 from entropix_jax.engine.prefill import prefill
 from entropix_jax.engine.request import Request, check_request
@@ -181,7 +180,7 @@ def test_a_row_past_its_stop_string_does_not_block_others(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device runs it to its budget, which fills the window, before the host sees the text."""
-    monkeypatch.setattr(module, "DECODE_WINDOW", 64)
+    monkeypatch.setattr(shapes, "DECODE_WINDOW", 64)
     set_pace(monkeypatch, 32)
     long, short = texts(tiny)[0], texts(tiny)[4][:2]
     budget = 65 - len(long)
@@ -208,7 +207,7 @@ def test_a_row_past_its_stop_string_does_not_block_others(
 def test_a_row_that_fails_at_the_window_end_does_not_block_others(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "DECODE_WINDOW", 64)
+    monkeypatch.setattr(shapes, "DECODE_WINDOW", 64)
     good, bad = texts(tiny)[0][:2]
     params = replace(poisoned(bad)(tiny.params), head=tiny.params.embedding)
     model = replace(tiny, params=params)

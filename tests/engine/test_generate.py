@@ -13,7 +13,7 @@ import pytest
 
 from entropix_jax.engine import api as runs
 from entropix_jax.engine import decode
-from entropix_jax.engine import loop as module
+from entropix_jax.engine import programs as module
 from entropix_jax.engine.api import generate, stream
 from entropix_jax.engine.records import MAX_TOP
 from entropix_jax.engine.results import Row

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.engine import loop as module
 from entropix_jax.engine import prompts
 from entropix_jax.engine.loop import Engine
 from entropix_jax.engine.prefill import prefill
@@ -32,7 +31,6 @@ from entropix_jax.replay import read_trace, replay
 from entropix_jax.replay.model import ModelReader
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import MAX_WIDTH
 from tests.support.meshes import collectives_of, mesh_of_two
 from tests.support.models import tiny_config
 from tests.support.runs import (
@@ -621,30 +619,3 @@ def test_a_source_may_yield_none(tiny: LanguageModel) -> None:
     assert {0, 2, 6, 10} <= {*told}
     assert not {3, 4, 5, 7, 8, 9} & {*told}
     assert list(engine.run(iter([None, request_of(tiny, "x")]))) == []
-
-
-def test_an_engine_for_the_widest_forks_is_not_widened(
-    tiny: LanguageModel, whole: list[Row], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The engine has all lanes from the start, although the first row never forks."""
-    lanes: list[int] = []
-    monkeypatch.setattr(module, "widen", None)
-    engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=RECORDING, widest=True)
-    wanted = [request_of(tiny, "first", "min-p", budget=4), whole[0].request]
-    rows = [*map(engine.new_row, wanted)]
-    for _ in engine.run(wanted):
-        lanes.append(engine._state.lanes)
-    assert {*lanes} == {MAX_WIDTH - 1}
-    assert any(token.branches for token in rows[1].tokens)
-    check_same(rows[1], whole[0])
-
-
-def test_memory_for_the_widest_forks_is_checked_at_once(
-    tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checked: list[int] = []
-    monkeypatch.setattr(module, "check_cache", lambda *_, slots, **__: checked.append(slots))
-    for slots in (4, 60):
-        for widest in (False, True):
-            Engine(tiny, slots=slots, capacity=CAPACITY, widest=widest)
-    assert checked == [4, 4 + 9, 60, 60 + 10]

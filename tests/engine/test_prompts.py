@@ -12,12 +12,13 @@ import pytest
 from entropix_jax.engine import prompts as module
 from entropix_jax.engine.loop import Engine
 from entropix_jax.engine.prefill import prefill
+from entropix_jax.engine.programs import Programs, PromptPart
 from entropix_jax.engine.prompts import PromptReader
 from entropix_jax.engine.request import Request
 from entropix_jax.engine.results import Row
 from entropix_jax.engine.row import RunningRow
 from entropix_jax.engine.slots import Layout, empty_slots
-from entropix_jax.engine.state import DecodeState
+from entropix_jax.engine.state import DecodeState, Recording
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.runs import Spec, ids_of, is_same, requests, set_pace
@@ -41,7 +42,8 @@ class Arrivals:
             slot: RunningRow(Row(one, number=slot), model, CAPACITY)
             for slot, one in enumerate(wanted)
         }
-        self.reader = PromptReader(model, capacity=CAPACITY, keep=False)
+        programs = Programs(model, Recording())
+        self.reader = PromptReader(model, capacity=CAPACITY, keep=False, programs=programs)
         self.state = empty_slots(
             model.config,
             LAYOUT,
@@ -269,12 +271,12 @@ def test_a_prefill_that_was_stopped_is_continued(
     read_part = PromptReader._read_part
 
     def stop_in_the_long_one(
-        self: PromptReader, state: Any, layout: Layout, rows: Any, *shape: int
+        self: PromptReader, state: Any, layout: Layout, rows: Any, size: int, key: PromptPart
     ) -> Any:
         if 1 in rows:
             engine.stop()
-            shape = (1, 16, CAPACITY)  # its first part
-        return read_part(self, state, layout, rows, *shape)
+            size, key = 16, PromptPart(16, CAPACITY)  # its first part
+        return read_part(self, state, layout, rows, size, key)
 
     with monkeypatch.context() as patch:
         patch.setattr(PromptReader, "_read_part", stop_in_the_long_one)

@@ -105,7 +105,6 @@ def test_insert(mesh: str | None, slot: int, cached: int) -> None:
         ".asks_for_choice": False,
         ".forwards": 6,
         ".status": RUNNING,
-        ".parked": False,
         ".cache.length": cached,
         ".eos_ids": [11, 12, *[-1] * 30],
         ".fork.branch": -1,

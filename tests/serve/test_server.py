@@ -12,20 +12,15 @@ import numpy as np
 import openai
 import pytest
 
-from entropix_jax.engine.api import Generation, score
-from entropix_jax.engine.decode import decode
+from entropix_jax.engine.api import score
 from entropix_jax.engine.methods import find_method
-from entropix_jax.engine.prefill import prefill
 from entropix_jax.engine.results import Row
 from entropix_jax.engine.search import Outcome, run_searches
-from entropix_jax.engine.slots import insert, share_prefix
 from entropix_jax.engine.state import Recording
 from entropix_jax.engine.tokens import encode_prompt
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
-from entropix_jax.serve.request import ServedModel
-from entropix_jax.serve.warm_up import _batches
 from entropix_jax.text.numbers import last_answer
 from tests.support.runs import Spec, requests, run_rows
 from tests.support.samplers import LITERAL
@@ -97,26 +92,6 @@ def check_same(choice: Any, row: Row, text: str | None = None) -> None:
     for name in ("regime", "action", "position", "text"):
         here = [token[name] for token in told["tokens"]]
         assert here == [getattr(token, name) for token in row.tokens]
-
-
-def test_the_first_requests_compile_nothing(client: openai.OpenAI) -> None:
-    """The warm-up covers the server's sampler, which forks, and the API's own keys."""
-    programs: Any = (decode, prefill, insert, share_prefix)
-    made = [program._cache_size() for program in programs]
-    assert all(made)
-    assert complete(client, max_tokens=30, n=2, seed=1).choices[1].text
-    assert complete(client, max_tokens=9, temperature=1, top_p=0.9).choices[0].text
-    assert talk(client, [{"role": "user", "content": "Hi"}], temperature=0, max_tokens=9).choices
-    assert [program._cache_size() for program in programs] == made
-
-
-def test_one_request_of_the_warm_up_forks(tiny: LanguageModel) -> None:
-    """The request has two branches for any sampler. A single branch needs no lane, and would not
-    compile the program with lanes."""
-    sampler = load_sampler("entropix").with_values({"branch.min_p": 1.0})
-    _, (request,), *_ = _batches(ServedModel("tiny", tiny, sampler, 64, 0), 1)
-    (row,) = Generation(tiny, [request]).run()
-    assert any(len(token.branches or ()) > 1 for token in row.tokens)
 
 
 # Texts equal the engine's.

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,7 +23,6 @@ from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.serve.app import make_app
 from entropix_jax.serve.http import HttpServer
 from entropix_jax.serve.request import ServedModel
-from entropix_jax.serve.warm_up import warm_up
 from entropix_jax.serve.worker import Worker
 from tests.support.samplers import LITERAL
 from tests.support.waiting import PATIENCE
@@ -45,8 +45,7 @@ def serve(model: LanguageModel, top: int = TOP) -> ServedModel:
 
 def make_engine(model: LanguageModel) -> Engine:
     recording = Recording(top=TOP, layers=True, raw_layers=True, state=True)
-    options: dict[str, Any] = {"recording": recording, "look": 0.04, "widest": True}
-    return Engine(model, slots=SLOTS, capacity=CONTEXT, **options)
+    return Engine(model, slots=SLOTS, capacity=CONTEXT, recording=recording, look=0.04)
 
 
 @contextlib.contextmanager
@@ -54,8 +53,6 @@ def listening(model: LanguageModel, limit: float = PATIENCE) -> Iterator[Running
     served = serve(model)
     worker = Worker(make_engine(model), slots=SLOTS, queue=QUEUE)
     worker.start()
-    asyncio.run(warm_up(served, worker, lambda program: None))
-    assert not worker.tokens  # the warm-up is not counted
     server = HttpServer(make_app(served, worker, limit=limit), worker.idle)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
@@ -79,7 +76,7 @@ class FakeEngine:
     number of slots. A row whose prompt is `[DEFECT]` raises an error."""
 
     DEFECT = 666
-    compiling = None
+    programs: Any = SimpleNamespace(sets=(), counts=(0, 0))
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
