@@ -48,7 +48,6 @@ from tests.support.samplers import EVERYTHING, LITERAL, params_of
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "eager.py"
 SLOTS, CAPACITY = 4, 512  # as in `test_engine`
 RECORDING = Recording(top=2, state=True)
-LONGEST = 96  # tokens of a text
 FULL = load_sampler(LITERAL).with_values({**EVERYTHING, "loop.max_period": 0})
 SAMPLERS = {"full": FULL, "min-p": load_sampler("min-p"), "mirostat": load_sampler("mirostat")}
 PROMPTS = ("Once upon a time", "Mia has 12 apples", "On Sunday", "The capital of")
@@ -158,8 +157,7 @@ def test_a_row_continues_from_any_of_its_tokens(tiny: LanguageModel, whole: list
 
 def test_recording_states_does_not_change_results(tiny: LanguageModel, whole: list[Row]) -> None:
     engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=Recording(top=2))
-    rows = [Row(row.request, number=row.number) for row in whole]
-    list(engine.run(as_requests(engine, rows)))
+    rows = run_rows(engine, [row.request for row in whole])
     for row, other in zip(rows, whole, strict=True):
         assert row.tokens == other.tokens
         assert all(token.state is None for token in row.tokens)

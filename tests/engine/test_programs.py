@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import threading
+import itertools
+import operator
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -51,18 +52,16 @@ def row(model: LanguageModel, prompt: str, sampler: str, tokens: int, number: in
 def listed_engine(model: LanguageModel, *samplers: str, slots: int = 2, **options: Any) -> Engine:
     """Returns an engine with a set of mechanisms for each sampler and those before it."""
     own = [row(model, "Once", name, 1).request.sampler for name in samplers]
-    sets = [
-        frozenset[str]().union(*(one.parts.used for one in own[: i + 1])) for i in range(len(own))
-    ]
-    return Engine(
-        model, slots=slots, capacity=MAX_POSITIONS, listed=ProgramList(own[0], sets), **options
-    )
+    used = (one.parts.used for one in own)
+    sets: list[frozenset[str]] = [*itertools.accumulate(used, operator.or_)]
+    listed = ProgramList(own[0], sets)
+    return Engine(model, slots=slots, capacity=MAX_POSITIONS, listed=listed, **options)
 
 
 def compile_all(engine: Engine) -> None:
     engine.compile()
     while engine.programs.counts[1]:
-        engine.programs.wait(engine.programs._current)
+        engine.programs.wait(engine.programs._current, 1)
 
 
 def running(*rows: Row) -> bool:
@@ -124,70 +123,47 @@ def test_the_required_programs_run_all_rows(
 ) -> None:
     """The smallest and the largest program of the first set are compiled first. The largest serves
     rows that do not fork, too. A row of the second set has no program yet."""
-    reached, gate = threading.Event(), threading.Event()
-    add = Programs.add
-
-    def held_back(self: Programs, key: Any, function: Any, arguments: Any, static: Any) -> None:
-        if isinstance(key, Steps) and key not in self.largest.values() and key.window > WINDOW:
-
-            def hold(*arguments: Any, **static: Any) -> Any:
-                reached.set()
-                gate.wait(300)
-                raise RuntimeError("no such luck\nmore")
-
-            function = type("Held", (), {"lower": staticmethod(hold)})
-        add(self, key, function, arguments, static)
-
-    monkeypatch.setattr(Programs, "add", held_back)
     engine = listed_engine(model, FORKS, "mirostat")
-    engine.compile()
-    while (key := engine.programs.missing()) is not None:
-        engine.programs.wait(key)
-    assert reached.wait(300)
+    with monkeypatch.context() as patch:
+        patch.setattr(Programs, "_compile", lambda self: None)
+        engine.compile()
+    queue, required = engine.programs._queue, engine.programs.required
+    assert {*itertools.islice(queue, len(required))} == {*required}
+    for key in required:
+        engine.programs._compiled[key] = queue[key]()
+    engine.programs.close()
+    assert engine.programs.missing() is None
     first, second = engine.programs.sets
     assert (engine.programs.has(first), engine.programs.has(second)) == (True, False)
     keys = used_programs(monkeypatch)
     rows = [row(model, "Once", "greedy", 50), row(model, "Anna", FORKS, 9, number=1)]
     run(engine, rows)
     assert {*keys} == {Steps(first, WINDOW), Steps(first, MAX_POSITIONS, True)}
-    engine.programs.close()
-    gate.set()
     check_as_without_list(model, rows)
 
 
-@pytest.mark.parametrize("broken", ["required", "other", "second set"])
 def test_a_program_that_fails(
-    model: LanguageModel,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    broken: str,
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If it is required, the start ends with its reason. Otherwise, larger ones serve its rows."""
-    window = {"required": WINDOW, "other": 2 * WINDOW, "second set": MAX_POSITIONS}[broken]
+    """Larger programs serve its rows. A set cannot run without its largest one."""
 
     class Broken:
         def lower(self, *arguments: Any, **static: Any) -> Any:
             program = static["program"]
             second = "mirostat" in program.parts.used
-            if program.window == window and second == (broken == "second set"):
+            if program.window == (MAX_POSITIONS if second else 2 * WINDOW):
                 raise RuntimeError("no such luck\nmore")
             return decode_for_backend().lower(*arguments, **static)
 
-    monkeypatch.setattr(programs, "decode_for_backend", Broken)
     engine = listed_engine(model, "greedy", "mirostat")
-    compile_all(engine)
-    told = rf"compiling steps of {window} positions, .* failed: no such luck$"
-    if broken == "required":
-        assert not caplog.messages
-        with pytest.raises(UserError, match=told):
-            engine.programs.missing()
-        return
+    with monkeypatch.context() as patch:
+        patch.setattr(programs, "decode_for_backend", Broken)
+        compile_all(engine)
     assert engine.programs.missing() is None
-    (line,) = caplog.messages
-    assert line.endswith("failed, it is not used: no such luck")
-    if broken == "second set":
-        with pytest.raises(UserError, match=told):
-            engine.programs.has(engine.programs.sets[1])
+    assert len(caplog.messages) == 2
+    assert all(line.endswith("failed, it is not used: no such luck") for line in caplog.messages)
+    with pytest.raises(UserError, match=r"compiling steps of .* failed: no such luck$"):
+        engine.programs.has(engine.programs.sets[1])
     rows = [row(model, "Once", "greedy", 50)]
     run(engine, rows)
     check_as_without_list(model, rows)
@@ -202,32 +178,9 @@ def long_row(model: LanguageModel) -> Row:
 def test_long_prompts_are_read_between_chunks(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other row continues between the parts of the prompt."""
-    monkeypatch.setattr(prompts, "chunk_size", lambda *arguments: 16)
-    here = [row(model, "Once", "greedy", 60), long_row(model)]
-    engine = listed_engine(model, "greedy")
-    compile_all(engine)
-
-    def source() -> Iterator[Row | None]:
-        yield here[0]
-        while len(here[0].tokens) < 4:
-            yield None
-        yield here[1]
-        while running(*here):
-            yield None
-
-    events = engine.run(as_requests(engine, source()))
-    read = {engine.read for event in events if event.row.number == 0}
-    # The first row got tokens after some parts of the prompt, but not all, were read.
-    assert len(read) >= 4
-    check_as_without_list(model, here)
-
-
-def test_prefill_time_does_not_change_the_pace(
-    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The time of a chunk that ends during a prefill is not used for pacing. Chunks would become
-    longer and longer otherwise, and a stream would pause for each."""
+    """The other row continues between the parts of the prompt. The time of a chunk that ends during
+    a prefill is not used for pacing. Chunks would become longer and longer otherwise, and a stream
+    would pause for each."""
     monkeypatch.setattr(prompts, "chunk_size", lambda *arguments: 16)
     read_part = PromptReader._read_part
 
@@ -243,24 +196,28 @@ def test_prefill_time_does_not_change_the_pace(
         engine._chunk_steps = 1
 
     monkeypatch.setattr(Engine, "_pace", pace)
-    first, second = row(model, "Once", "greedy", 60), row(model, "Anna " * 70, "greedy", 8, 1)
+    here = [row(model, "Once", "greedy", 60), long_row(model)]
     engine = listed_engine(model, "greedy", look=0.02)
     compile_all(engine)
     start = 0
 
     def source() -> Iterator[Row | None]:
         nonlocal start
-        yield first
-        while len(first.tokens) < 4:
+        yield here[0]
+        while len(here[0].tokens) < 4:
             yield None
         start = engine.read
-        yield second
-        while running(second):
+        yield here[1]
+        while running(*here):
             yield None
 
-    run(engine, source())
+    events = engine.run(as_requests(engine, source()))
+    read = {engine.read for event in events if event.row.number == 0}
+    # The first row got tokens after some parts of the prompt, but not all, were read.
+    assert len(read) >= 4
     assert len({*paced}) >= 2  # before and after
-    assert not [read for read in paced if start < read < engine.read]
+    assert not [count for count in paced if start < count < engine.read]
+    check_as_without_list(model, here)
 
 
 def test_rows_that_are_read_in_parts_can_be_ended(

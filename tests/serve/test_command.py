@@ -86,7 +86,7 @@ def test_a_program_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> N
 
     class Broken:
         def lower(self, *arguments: Any, **static: Any) -> Any:
-            raise RuntimeError("no such luck")
+            raise RuntimeError("no such luck\nmore")
 
     monkeypatch.setattr("entropix_jax.engine.programs.decode_for_backend", Broken)
     start = "--model tiny --port 0 --slots 1 --context 512 --sampler greedy --presets greedy"
