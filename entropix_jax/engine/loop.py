@@ -102,7 +102,7 @@ class Engine(Roster):
         self.programs = Programs(model, self._recording, () if listed is None else listed.sets)
         self._parts = Parts(())  # static parts of the decode steps
         self._reading: list[int] = []  # slots whose texts are read part by part
-        self._paused: list[int] = []  # those of them that the device has been told of
+        self._paused: list[int] = []  # of them, those that are stopped on the device
         self._reader = PromptReader(model, capacity=capacity, keep=keep, programs=self.programs)
         self._chunk_steps = 1
         self._unpaced = 0  # in-flight chunks to exclude from pacing

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from entropix_jax.engine import prompts
+from entropix_jax.engine.calibrated import calibrate_sampler
 from entropix_jax.engine.loop import Engine
 from entropix_jax.engine.prefill import prefill
 from entropix_jax.engine.request import Request
@@ -33,16 +34,7 @@ from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.meshes import collectives_of, mesh_of_two
 from tests.support.models import tiny_config
-from tests.support.runs import (
-    Spec,
-    as_requests,
-    calibrated,
-    ids_of,
-    is_same,
-    requests,
-    run_rows,
-    set_pace,
-)
+from tests.support.runs import Spec, as_requests, ids_of, is_same, requests, run_rows, set_pace
 from tests.support.samplers import EVERYTHING, LITERAL, params_of
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "eager.py"
@@ -360,9 +352,8 @@ def test_rows_move_between_devices(tiny: LanguageModel) -> None:
     again = fresh_rows(tiny, [(fork.request, fork.tokens[:8], 0) for fork in forks])
     for fork, other in zip(forks, again, strict=True):
         check_same(fork, other)
-    check_same(
-        rows[0], fresh_rows(tiny, [(rows[0].request, rows[0].tokens[:10], 1)])[0], forwards=False
-    )
+    (fresh,) = fresh_rows(tiny, [(rows[0].request, rows[0].tokens[:10], 1)])
+    check_same(rows[0], fresh, forwards=False)
 
 
 def test_devices_exchange_one_row_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,7 +380,7 @@ def forking(model: LanguageModel, row_id: str, width: int = 4) -> Request:
     values |= {"arms.mid": "branch", "branch.width": width, "branch.depth": 3}
     values |= {"branch.min_p": 0.0, "branch.top_p": 1.0, "branch.max_share": 1e6}
     values |= {"loop.max_period": 0}
-    sampler = calibrated(model, load_sampler(LITERAL).with_values(values))
+    sampler = calibrate_sampler(load_sampler(LITERAL).with_values(values), model)
     return replace(request_of(model, row_id, budget=12), sampler=sampler)
 
 

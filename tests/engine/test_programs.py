@@ -64,10 +64,6 @@ def compile_all(engine: Engine) -> None:
         engine.programs.wait(engine.programs._current, 1)
 
 
-def running(*rows: Row) -> bool:
-    return any(row.finish_reason is None for row in rows)
-
-
 def run(engine: Engine, rows: Sequence[Row] | Iterator[Row | None]) -> None:
     list(engine.run(as_requests(engine, rows)))
 
@@ -208,7 +204,7 @@ def test_long_prompts_are_read_between_chunks(
             yield None
         start = engine.read
         yield here[1]
-        while running(*here):
+        while not all(one.finish_reason for one in here):
             yield None
 
     events = engine.run(as_requests(engine, source()))
