@@ -143,7 +143,6 @@ def grow(
     fork, rows, seen = state.fork, step.rows, choice.observation
     chex.assert_shape((last, choice.token, seen.regime, rows.length), state.status.shape)
     own = state.settings.own["branch"]
-    chex.assert_equal_shape((step.scored, own.until.of_token))
     grows = rows.running & (rows.branch >= 0)
     is_certain = (seen.regime != LEHV) & (seen.regime != HEHV)
     ends = (

@@ -58,6 +58,8 @@ class Tally:
     entropies: jax.Array  # float32 [2], of the committed tokens, see `metrics.spread`
     drift: jax.Array  # float32 [4], see `regimes.thresholds_of`
     states: dict[str, Any]  # of each mechanism that keeps a state, by its name
+    # Static, because JAX takes two classes of one name and form, as of a reloaded plugin, for one.
+    mechanisms: tuple[Any, ...] = struct.field(pytree_node=False)
 
 
 @struct.dataclass
@@ -83,8 +85,7 @@ class Trail:
 
     def put(self, position: jax.Array, here: jax.Array, entry: TrailEntry) -> "Trail":
         """Returns the trail with an entry at a position, where `here`, a bool, holds."""
-        index = jnp.arange(MAX_REACH, dtype=jnp.int32)
-        here &= index == jnp.mod(position, MAX_REACH)
+        here &= jnp.arange(MAX_REACH, dtype=jnp.int32) == jnp.mod(position, MAX_REACH)
 
         def put(all_: jax.Array, one: jax.Array) -> jax.Array:
             return jnp.where(here.reshape(-1, *[1] * one.ndim), one, all_)
@@ -175,7 +176,7 @@ def init_sampler_state(batch: int, mechanisms: Sequence[Any]) -> SamplerState:
     zero, zero_f = zeros((), np.int32), zeros((), np.float32)
     with jax.ensure_compile_time_eval():
         states = {m.name: jax.tree.map(np.asarray, m.init()) for m in mechanisms if m.init}
-    tally = Tally(zero, zero, zeros(2, np.float32), zeros(4, np.float32), states)
+    tally = Tally(zero, zero, zeros(2, np.float32), zeros(4, np.float32), states, tuple(mechanisms))
     proposal = Proposal(zero, zero_f, zero, zero_f, zero_f, zero)
     entry = TrailEntry(zero_f, proposal, tally, zero, zeros(MAX_ATTEMPTS, np.int32) - 1)
     entries = jax.tree.map(lambda x: np.stack([x] * MAX_REACH), entry)

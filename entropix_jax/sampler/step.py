@@ -200,8 +200,7 @@ def _draw(ctx: Context) -> jax.Array:
     """Returns the candidate that is most likely under the unmodified logits."""
     candidates = draw_tokens(ctx.truncated, numbers_of_candidates(ctx))
     is_drawn = jnp.arange(MAX_DRAWS, dtype=jnp.int32) < ctx.proposal.num_candidates
-    best = jnp.argmax(jnp.where(is_drawn, ctx.log_probs[candidates], -jnp.inf))
-    return candidates[best]
+    return candidates[jnp.argmax(jnp.where(is_drawn, ctx.log_probs[candidates], -jnp.inf))]
 
 
 def _score(ctx: Context) -> jax.Array:
@@ -214,12 +213,12 @@ def _score(ctx: Context) -> jax.Array:
 
 def _advance(ctx: Context, drawn: DrawnToken, was_drawn: jax.Array) -> Tally:
     """Returns the tally after one more committed token."""
-    tally, mechanisms = ctx.tally, ctx.parts.mechanisms
-    advanced = {m.name: m.advance(ctx) for m in mechanisms if m.advance is not None}
+    tally = ctx.tally
+    advanced = {m.name: m.advance(ctx) for m in tally.mechanisms if m.advance is not None}
     states = {**tally.states, **advanced}
-    for _, mechanism in ctx.parts.having("learn"):
-        name, moved = mechanism.name, replace(ctx, tally=replace(tally, states=states))
-        states[name] = where(was_drawn, mechanism.learn(drawn, moved), states[name])
+    for _, m in ctx.parts.having("learn"):
+        learned = m.learn(drawn, replace(ctx, tally=replace(tally, states=states)))
+        states[m.name] = where(was_drawn, learned, states[m.name])
     return replace(
         tally,
         queued=jnp.maximum(tally.queued - 1, 0),

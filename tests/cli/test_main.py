@@ -126,7 +126,7 @@ def test_terminal_output(
         written = screen.read()
         screen.close()
         assert bool(COLOUR.search(written)) == colours
-        legend = "certain: top token  undecided: warmer draw  forked: fork, keep the best"
+        legend = "certain: top token  undecided: thought  forked: fork, keep the best"
         assert (legend in ESCAPE.sub("", written)) == colours
         for line in ("loading the model", "compiling and reading"):
             assert (line in written) == ("TERM" not in environment)
@@ -403,7 +403,7 @@ BAD: list[tuple[list[object], str]] = [
     (short("--set", "sampler.metrics.layers=[1.0]"), "the model has 2 layers"),
     (short("--set", "sampler.thresholds.h2=20%"), "h1 = 30% is above thresholds.h2 ="),
     (short("--sampler", "entropy"), "(a file's name ends in .toml), did you mean 'entropix'?"),
-    (short("--min-p", 2), "base.min_p = 2.0: must be a number from 0 to 1"),
+    (short("--min-p", 2), "base.min_p = 2.0: must be a number in [0.0, 1.0]"),
     (short("--chat"), "only one of --chat and --no-chat"),
     (short("--system", "Be brief."), "a system message needs a chat (--chat)"),
     (["--messages", "messages.json", "--no-chat"], "cannot be used with --messages"),

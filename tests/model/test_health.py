@@ -95,7 +95,8 @@ def test_a_failed_row_does_not_affect_the_next_one(tmp_path: Path, slots: int) -
     arguments += ["--model", str(folder), "--context", "64", "--slots", str(slots)]
     arguments += ["--max-new-tokens", "8", "--sampler", "greedy"]
     assert main(["batch", *arguments]) == 0
-    rows = {one["prompt"]: one for one in map(json.loads, output.read_text().splitlines())}
+    found = map(json.loads, output.read_text().splitlines())
+    rows = {prompts[int(one["id"])]: one for one in found}
     (alone,) = generate(load(str(folder)), good, "greedy", max_new_tokens=8, chat=False)
     assert rows[good]["token_ids"] == ids_of(alone) != []
     assert "NaN or infinite logits" in rows[bad]["error"]

@@ -80,7 +80,7 @@ def test_the_traces_show_all_events(traces: dict[str, Path]) -> None:
         5: ["end confidence"],
         2: ["branch, inject", "inject, branch"]
         + [f"width {n}" for n in range(1, 11)]
-        + [f"{n} back" for n in range(1, 9)],
+        + [f"{n} back" for n in range(1, 8)],
         1: ["end stop", "loop ends", "after explore", "after resample"],
     }
     missing = {

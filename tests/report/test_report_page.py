@@ -157,7 +157,7 @@ def test_details_of_a_token_equal_the_trace(page: Any, run: tuple[Path, Trace]) 
         page.evaluate(f"document.getElementById('text-0-{i}').click()")
         found = details(page)
         assert found == {name: record[name] for name in found}
-        assert len(found) == 18
+        assert len(found) == 19
         assert each(page, "#details-body", "node.scrollHeight <= node.clientHeight") == [True]
         top = each(page, ".alternatives data", "Number(node.value)")
         assert top == [probability for _, _, probability in record["top"]]
@@ -522,7 +522,7 @@ def test_a_chat_shows_its_messages_and_hides_the_prompt(opened: Callable[..., An
     shown = page.locator("#messages p").all_text_contents()
     assert shown == [f"user: {NASTY}", "assistant: Yes"]
     assert page.title().endswith(": Yes")
-    assert page.locator("#text-0").bounding_box()["y"] < 300, "the page begins with both"
+    assert page.locator("#text-0").bounding_box()["y"] < 400, "the page begins with both"
     assert page.locator("#prompt").is_hidden()
     page.click("footer summary")
     assert page.locator("#prompt").text_content() == "<|user|>"

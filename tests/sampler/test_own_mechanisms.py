@@ -19,6 +19,7 @@ from entropix_jax.engine.calibrated import calibrate_sampler
 from entropix_jax.engine.decode import decode
 from entropix_jax.engine.loop import Engine
 from entropix_jax.engine.request import Request
+from entropix_jax.engine.slots import fresh_tally
 from entropix_jax.engine.state import ENDED_BY, Recording
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
@@ -26,6 +27,7 @@ from entropix_jax.names import BOXES
 from entropix_jax.sampler.context import Context, draw
 from entropix_jax.sampler.control import end, force, fork
 from entropix_jax.sampler.mechanism import Mechanism
+from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.presets import code_identity, load_sampler
 from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.sampler.settings import Parts
@@ -151,6 +153,17 @@ def test_from_the_command_line(
         assert main(["generate", *arguments, "--sampler", str(file), *plugin]) == 2
         assert problem in capsys.readouterr().err
     sys.modules.pop("mirostat_2", None)
+
+
+def test_reloaded_classes_are_not_taken_for_one() -> None:
+    """JAX calls the structures of their states equal, so a compiled function may return a state of
+    the class that it was traced with."""
+    again = runpy.run_path(str(EXAMPLES / "mirostat_2.py"))["MIROSTAT_2"]
+    tallies = [fresh_tally((*MECHANISMS, own)) for own in (MIROSTAT_2, again)]
+    structures: Any = [jax.tree.structure(tally) for tally in tallies]
+    assert structures[0] != structures[1]
+    same: Any = jax.tree.structure(fresh_tally((*MECHANISMS, MIROSTAT_2)))
+    assert structures[0] == same
 
 
 def test_a_run_that_is_continued_knows_its_mechanisms() -> None:

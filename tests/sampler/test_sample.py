@@ -236,7 +236,6 @@ CASES: list[tuple[dict[str, Any], bool]] = [
     (thought_case(drawn="x"), False),
     (thought_case("It is late"), False),
     (thought_case("It is late\n", "x"), True),
-    (thought_case("It is e.g."), False),
     # An end token is never replaced.
     (thought_case(drawn="~"), False),
     # Limits: earliest position, budget, cooldown, and space for the whole thought.

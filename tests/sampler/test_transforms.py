@@ -259,6 +259,7 @@ def test_the_lowest_temperature_with_a_transform() -> None:
         base = replace(settings.base, temperature_last=jnp.asarray([last]))
         proposal = proposal_of(temperature=[1.3e-38])
         ctx = replace(views, proposal=proposal, settings=replace(settings, base=base))
+        ctx = replace(ctx, log_probs=jax.nn.log_softmax(logits))
         found, _ = jax.vmap(truncate)(logits, ctx)
         assert np.argmax(found) == 2
         assert not np.isnan(np.asarray(found)).any()

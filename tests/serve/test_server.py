@@ -289,7 +289,7 @@ THRESHOLDS = {"thresholds.h1": 0.5, "thresholds.h2": 1.2, "thresholds.u1": 0.5}
 FORKING = {"thresholds.u2": 0.5} | THRESHOLDS
 SEARCHES = (
     *(("dts", True), ("self-consistency", True), ("best-of-n", False)),
-    *(("dts-greedy", False), ("dts-matched", True), ("dts", False)),
+    *(("dts-greedy", False), ("weighted-vote", True), ("dts", False)),
 )
 
 
@@ -349,7 +349,7 @@ def test_searches(client: openai.OpenAI, tiny: LanguageModel, running: Running) 
             assert ids(again.entropix["tokens"]) == [row.tokens[-1].token_id]
         assert told["row"] == told["continuations"][outcome.chosen]["row"]
         rows += len(outcome.rows) * 2
-        assert case[0] in ("self-consistency", "best-of-n") or forks
+        assert case[0] in ("self-consistency", "best-of-n", "weighted-vote") or forks
     # The counting run of `dts-matched` has rows, too.
     assert running.worker.finished.total() - before >= rows + 4
     *parts, last = find("dts", True, stream=True, stream_options={"include_usage": True})
