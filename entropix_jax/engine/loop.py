@@ -223,8 +223,8 @@ class Engine(Roster):
         arrived = []
         for slot, row in enumerate(self._slots):
             if row is not None and row.running:
-                if row.moved:  # what it has kept is cached there
-                    self._insert(slot, row, cached=row.to_cache)
+                if row.moved:  # what it has kept is cached there, if its text has been read
+                    self._insert(slot, row, cached=0 if slot in self._reading else row.to_cache)
                 continue
             if self._stopping or self._fetch() is None:
                 continue
@@ -362,7 +362,7 @@ class Engine(Roster):
 
         On the device a row that a stop string or the caller ended may still run, wait or have
         ended. A failed row has all its tokens cached, including the last one. None of them may fill
-        the window.
+        the window. With a list, the window is only enough for running rows.
         """
         for slot, row in enumerate(self._slots):
             if row is None or row.answer is None:
@@ -378,7 +378,8 @@ class Engine(Roster):
         status[self._layout.numbers[self._paused]] = RUNNING
         for slot, row in enumerate(self._slots):
             reason = None if row is None else row.row.finish_reason
-            if reason in ("stop", "error", "cancelled") or slot in self._reading:
+            ended = reason is not None and self._listed is not None
+            if ended or reason in ("stop", "error", "cancelled") or slot in self._reading:
                 status[self._layout.numbers[slot]] = STOPPED
         self._paused = [*self._reading]
         if (status >= 0).any():

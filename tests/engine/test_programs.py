@@ -141,7 +141,8 @@ def test_the_required_programs_run_all_rows(
 def test_a_program_that_fails(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Larger programs serve its rows. A set cannot run without its largest one."""
+    """Larger programs serve its rows. A set cannot run without its largest one. Rows that have
+    ended do not count for the next row's window."""
 
     class Broken:
         def lower(self, *arguments: Any, **static: Any) -> Any:
@@ -160,7 +161,8 @@ def test_a_program_that_fails(
     assert all(line.endswith("failed, it is not used: no such luck") for line in caplog.messages)
     with pytest.raises(UserError, match=r"compiling steps of .* failed: no such luck$"):
         engine.programs.has(engine.programs.sets[1])
-    rows = [row(model, "Once", "greedy", 50)]
+    rows = [row(model, *one) for one in (("Once", "greedy", 50), ("Anna", "greedy", 50))]
+    rows.append(row(model, "Guests:", "greedy", 5))
     run(engine, rows)
     check_as_without_list(model, rows)
 
