@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entropix_jax.engine import prompts, shapes
+from entropix_jax.engine import shapes
 from entropix_jax.engine.loop import Engine
-from entropix_jax.engine.prefill import prefill
 from entropix_jax.engine.request import Request, check_request
 from entropix_jax.engine.results import Event, Row
 from entropix_jax.errors import UserError
@@ -20,7 +18,7 @@ from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
 from tests.support.model_folders import poisoned
-from tests.support.runs import Spec, ids_of, is_same, requests, run_rows, set_pace
+from tests.support.runs import Spec, ids_of, is_same, prefills, requests, run_rows, set_pace
 from tests.support.samplers import LITERAL
 
 CAPACITY = 512
@@ -42,15 +40,7 @@ def request_of(
 def run(
     model: LanguageModel, wanted: Sequence[Request], slots: int = SLOTS
 ) -> tuple[Engine, list[Row], list[Event]]:
-    """Runs requests, and fails after 1000 chunks, since the engine is then stuck."""
     engine = Engine(model, slots=slots, capacity=CAPACITY)
-    dispatch, chunks = engine._dispatch, itertools.count()
-
-    def counted() -> Any:
-        assert next(chunks) < 1000, "stuck"
-        return dispatch()
-
-    engine._dispatch = counted  # type: ignore[method-assign]
     rows = [*map(engine.new_row, wanted)]
     return engine, rows, list(engine.run(wanted))
 
@@ -136,13 +126,7 @@ def test_a_shared_prompt_is_prefilled_once(
 ) -> None:
     """A prompt has more rows than there are slots, so some start while another is far ahead."""
     prompt = texts(tiny)[1]
-    calls = []
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return prefill(*args, **kwargs)
-
-    monkeypatch.setattr(prompts, "prefill", counted)
+    calls = prefills(monkeypatch)
     wanted = [request_of(tiny, prompt, f"row {i}", 5 if i else 60, "top-p") for i in range(8)]
     _, together, _ = run(tiny, wanted)
     assert len(calls) == 1

@@ -15,10 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.engine import prompts
 from entropix_jax.engine.calibrated import calibrate_sampler
 from entropix_jax.engine.loop import Engine
-from entropix_jax.engine.prefill import prefill
 from entropix_jax.engine.request import Request
 from entropix_jax.engine.results import Event, Row, Rows
 from entropix_jax.engine.slots import Layout, empty_slots, share_prefix
@@ -32,6 +30,7 @@ from entropix_jax.replay import read_trace, replay
 from entropix_jax.replay.model import ModelReader
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.presets import load_sampler
+from tests.support import runs
 from tests.support.meshes import collectives_of, mesh_of_two
 from tests.support.models import tiny_config
 from tests.support.runs import Spec, as_requests, ids_of, is_same, requests, run_rows, set_pace
@@ -229,13 +228,7 @@ def test_cached_tokens_are_not_prefilled_again(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forks and rewound rows use the cache of any slot. Tokens in no cache are prefilled."""
-    calls = []
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return prefill(*args, **kwargs)
-
-    monkeypatch.setattr(prompts, "prefill", counted)
+    calls = runs.prefills(monkeypatch)
 
     def look(engine: Engine, event: Event) -> None:
         row = event.row

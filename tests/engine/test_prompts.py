@@ -11,7 +11,6 @@ import pytest
 
 from entropix_jax.engine import prompts as module
 from entropix_jax.engine.loop import Engine
-from entropix_jax.engine.prefill import prefill
 from entropix_jax.engine.programs import Programs, PromptPart
 from entropix_jax.engine.prompts import PromptReader
 from entropix_jax.engine.request import Request
@@ -21,7 +20,7 @@ from entropix_jax.engine.slots import Layout, empty_slots
 from entropix_jax.engine.state import DecodeState, Recording
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.sampler.presets import load_sampler
-from tests.support.runs import Spec, ids_of, is_same, requests, set_pace
+from tests.support.runs import Spec, ids_of, is_same, prefills, requests, set_pace
 from tests.support.samplers import LITERAL
 
 CAPACITY = 1024
@@ -89,15 +88,7 @@ def prompts_of(model: LanguageModel, lengths: Sequence[int]) -> list[Request]:
 
 @pytest.fixture
 def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Shapes of the tokens of each prefill so far."""
-    found: list[tuple[int, int]] = []
-
-    def noted(params: Any, state: Any, tokens: Any, *args: Any, **options: Any) -> Any:
-        found.append(tokens.shape)
-        return prefill(params, state, tokens, *args, **options)
-
-    monkeypatch.setattr(module, "prefill", noted)
-    return found
+    return prefills(monkeypatch)
 
 
 def test_batched_prefill_equals_single_prefill(

@@ -101,12 +101,8 @@ def test_concurrent_streams(client: openai.OpenAI, tiny: LanguageModel) -> None:
     """More streams than slots equal the engine's rows."""
 
     def stream(seed: int, prompt: str) -> tuple[str, list[int]]:
-        parts = [
-            part.choices[0]
-            for part in complete(
-                client, prompt, seed=seed, max_tokens=24, stream=True, extra_body=TOKENS
-            )
-        ]
+        given: dict[str, Any] = {"seed": seed, "max_tokens": 24, "extra_body": TOKENS}
+        parts = [part.choices[0] for part in complete(client, prompt, stream=True, **given)]
         ends = [part.finish_reason for part in parts]
         assert ends[-1] is not None
         assert not any(ends[:-1])
@@ -192,6 +188,7 @@ def test_samplers(client: openai.OpenAI, tiny: LanguageModel) -> None:
     own = {"draw.bans": [raised, first], "draw.bias": [[banned, 50]]}
     percentiles = {"thresholds.h1": "40%", "regimes.hehv": ["entropy > h2", "agreement > 12.5%"]}
     plain_p = {"base.temperature": 1.0, "base.top_p": 0.4, "repetition.presence": 1.5}
+    hot = {"base.top_k": 3, "base.temperature": 0.9}
     # Options, `entropix.sampler`, and the preset and settings that they select.
     cases: list[tuple[dict[str, Any], Any, str, dict[str, Any]]] = [
         ({"temperature": 0.5}, None, "temperature", {"base.temperature": 0.5}),
@@ -203,12 +200,7 @@ def test_samplers(client: openai.OpenAI, tiny: LanguageModel) -> None:
         ({"logit_bias": bias}, own, "document-004", biases),
         ({"logit_bias": {}}, own, "document-004", {}),
         ({}, "min-p", "min-p", {}),
-        (
-            {"temperature": 0.9},
-            {"base.top_k": 3},
-            "top-k",
-            {"base.top_k": 3, "base.temperature": 0.9},
-        ),
+        ({"temperature": 0.9}, {"base.top_k": 3}, "top-k", hot),
         ({}, {"inject.thought": ""}, "document-004", {"inject.thought": ""}),
         ({}, percentiles, "entropix", percentiles),
     ]

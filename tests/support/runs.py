@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from entropix_jax.engine import prompts
 from entropix_jax.engine.api import Generation
 from entropix_jax.engine.calibrated import CalibratedSampler, calibrate_sampler
 from entropix_jax.engine.loop import Engine
+from entropix_jax.engine.prefill import prefill
 from entropix_jax.engine.request import Request
 from entropix_jax.engine.results import Row
 from entropix_jax.engine.state import Recording
@@ -104,6 +106,18 @@ def unrun(prompt: Sequence[int] = (1,), row_id: str = "0", max_new_tokens: int =
     """Returns a request for rows without an engine."""
     sampler: Any = SimpleNamespace(values={"confidence.window": 16})
     return Request(prompt, sampler, max_new_tokens=max_new_tokens, row_id=row_id)
+
+
+def prefills(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Returns the shapes of the tokens of each prefill from here on."""
+    shapes: list[tuple[int, int]] = []
+
+    def noted(params: Any, state: Any, tokens: Any, *args: Any, **options: Any) -> Any:
+        shapes.append(tokens.shape)
+        return prefill(params, state, tokens, *args, **options)
+
+    monkeypatch.setattr(prompts, "prefill", noted)
+    return shapes
 
 
 def set_pace(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
