@@ -58,10 +58,11 @@ def listed_engine(model: LanguageModel, *samplers: str, slots: int = 2, **option
     return Engine(model, slots=slots, capacity=MAX_POSITIONS, listed=listed, **options)
 
 
-def compile_all(engine: Engine) -> None:
+def compiled(engine: Engine) -> Engine:
     engine.compile()
     while engine.programs.counts[1]:
         engine.programs.wait(engine.programs._current, 1)
+    return engine
 
 
 def run(engine: Engine, rows: Sequence[Row] | Iterator[Row | None]) -> None:
@@ -98,7 +99,7 @@ def test_a_listed_engine_compiles_nothing_later(
     jitted: Any = (decode, prefill, insert, share_prefix, answer)
     made = [function._cache_size() for function in jitted]
     monkeypatch.setattr(loop, "widen", None)  # all lanes exist
-    compile_all(engine)
+    compiled(engine)
     keys = used_programs(monkeypatch)
     asked = [("Once", FORKS, 40), ("Anna", "mirostat", 9), ("Once", FORKS, 6)]
     rows = [row(model, *one, number=i) for i, one in enumerate(asked)]
@@ -155,7 +156,7 @@ def test_a_program_that_fails(
     engine = listed_engine(model, "greedy", "mirostat")
     with monkeypatch.context() as patch:
         patch.setattr(programs, "decode_for_backend", Broken)
-        compile_all(engine)
+        compiled(engine)
     assert engine.programs.missing() is None
     assert len(caplog.messages) == 2
     assert all(line.endswith("failed, it is not used: no such luck") for line in caplog.messages)
@@ -195,8 +196,7 @@ def test_long_prompts_are_read_between_chunks(
 
     monkeypatch.setattr(Engine, "_pace", pace)
     here = [row(model, "Once", "greedy", 60), long_row(model)]
-    engine = listed_engine(model, "greedy", look=0.02)
-    compile_all(engine)
+    engine = compiled(listed_engine(model, "greedy", look=0.02))
     start = 0
 
     def source() -> Iterator[Row | None]:
@@ -225,8 +225,7 @@ def test_rows_that_are_read_in_parts_can_be_ended(
     monkeypatch.setattr(prompts, "chunk_size", lambda *arguments: 16)
     long = long_row(model)
     here = [row(model, "Once", "greedy", 60), long, row(model, "Guests:", "greedy", 5, number=2)]
-    engine = listed_engine(model, "greedy")
-    compile_all(engine)
+    engine = compiled(listed_engine(model, "greedy"))
 
     def source() -> Iterator[Row | None]:
         yield here[0]

@@ -261,11 +261,9 @@ def test_retracted_tokens(client: openai.OpenAI, tiny: LanguageModel) -> None:
     sampler = load_sampler(LITERAL).with_values(values)
     (row,) = generate(tiny, "Guests:", sampler, seed=4, max_new_tokens=24)
     assert row.retracted > 3
-    asked = {"sampler": values, "tokens": True, "retractions": True}
+    asked = {"entropix": {"sampler": values, "tokens": True, "retractions": True}}
     for stream in (False, True):
-        answer = complete(
-            client, seed=4, max_tokens=24, stream=stream, extra_body={"entropix": asked}
-        )
+        answer = complete(client, seed=4, max_tokens=24, stream=stream, extra_body=asked)
         parts = [*answer] if stream else [answer]
         assert "".join(part.choices[0].text for part in parts) == row.text
         told = [token for part in parts for token in part.choices[0].entropix["tokens"]]
@@ -388,9 +386,8 @@ def test_logprobs(client: openai.OpenAI, tiny: LanguageModel) -> None:
     for one, token in zip(content.content, row.tokens, strict=True):
         assert (one.token, one.bytes) == (token.text, [*token.text.encode()])
         assert one.logprob == pytest.approx(token.logprob, abs=1e-3)
-        assert [text for _, text, _ in (token.top or ())[:2]] == [
-            top.token for top in one.top_logprobs
-        ]
+        tops = [top.token for top in one.top_logprobs]
+        assert [text for _, text, _ in (token.top or ())[:2]] == tops
     plain = talk(client, seed=6, max_tokens=2, logprobs=True).choices[0].logprobs.content
     assert [one.top_logprobs for one in plain] == [[], []]
 
