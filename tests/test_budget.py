@@ -58,15 +58,15 @@ def sizes() -> dict[str, int]:
 # The limit, and the goal.
 LIMITS = {
     "sampler/step.py and what it imports": (1_804, 1_600),
-    "engine/decode.py and what it imports": (4_048, 4_000),
+    "engine/decode.py and what it imports": (4_047, 4_000),
     "sampler/step.py, engine/decode.py": (420, 420),
     "sampler/filters.py, sampler/draw.py": (225, 225),
     "sampler/, engine/, model/": (11_548, 10_400),
     "package without lab/, serve/, chat/": (18_805, 15_000),
-    "lab/": (6_955, 5_300),
+    "lab/": (6_953, 5_300),
     "serve/, chat/": (3_040, 3_000),
     "scripts/": (2_802, 2_800),
-    "tests/": (26_950, 23_400),
+    "tests/": (26_949, 23_400),
     "README.md": (180, 180),
     "docs/": (2_780, 2_600),
 }
