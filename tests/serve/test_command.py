@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -83,12 +84,10 @@ def test_errors_of_serve(tmp_path: Path) -> None:
 
 def test_a_program_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The start ends with the reason."""
-
-    class Broken:
-        def lower(self, *arguments: Any, **static: Any) -> Any:
-            raise RuntimeError("no such luck\nmore")
-
-    monkeypatch.setattr("entropix_jax.engine.programs.decode_for_backend", Broken)
+    broken = Mock(**{"lower.side_effect": RuntimeError("no such luck\nmore")})
+    monkeypatch.setattr("entropix_jax.engine.programs.decode_for_backend", lambda: broken)
+    server = Mock(should_exit=False)  # a real one's logging would close pytest's captured stream
+    monkeypatch.setattr("entropix_jax.serve.http.HttpServer", lambda *_: server)
     start = "--model tiny --port 0 --slots 1 --context 512 --sampler greedy --presets greedy"
     line = refusal(run_command("serve", *start.split()))
     assert line.startswith("error: compiling steps of 512 positions, ")
