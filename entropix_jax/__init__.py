@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 from entropix_jax.version import __version__ as __version__
 
 _MODULES = {
-    "Engine": "engine.engine",
+    "Engine": "engine.loop",
     "Event": "engine.results",
     "Recording": "engine.state",
-    "Request": "engine.results",
+    "Request": "engine.request",
     "Row": "engine.results",
     "Sampler": "sampler.sampler",
     "UserError": "errors",
-    "calibrate_sampler": "engine.preparation",
+    "calibrate_sampler": "engine.calibrated",
     "generate": "engine.api",
     "load": "model.loading",
     "load_sampler": "sampler.presets",
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from entropix_jax.engine.api import generate as generate
     from entropix_jax.engine.api import score as score
     from entropix_jax.engine.api import stream as stream
-    from entropix_jax.engine.engine import Engine as Engine
-    from entropix_jax.engine.preparation import calibrate_sampler as calibrate_sampler
+    from entropix_jax.engine.calibrated import calibrate_sampler as calibrate_sampler
+    from entropix_jax.engine.loop import Engine as Engine
+    from entropix_jax.engine.request import Request as Request
     from entropix_jax.engine.results import Event as Event
-    from entropix_jax.engine.results import Request as Request
     from entropix_jax.engine.results import Row as Row
     from entropix_jax.engine.state import Recording as Recording
     from entropix_jax.errors import UserError as UserError

@@ -37,22 +37,22 @@ from peers import Peer, Transformers, find_peers
 from timing import WHERE, Figures, Timed, describe_machine, seconds_of
 
 from entropix_jax.cli.options import EXIT_OK, run_command
-from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.calibrated import calibrate_sampler
+from entropix_jax.engine.loop import Engine
 from entropix_jax.engine.methods import METHODS
 from entropix_jax.engine.prefill import prefill
-from entropix_jax.engine.preparation import (
+from entropix_jax.engine.programs import decode_for_backend
+from entropix_jax.engine.prompts import TOGETHER, may_join
+from entropix_jax.engine.request import Request
+from entropix_jax.engine.search import Method, recording_for, run_searches
+from entropix_jax.engine.shapes import (
     MAX_PREFILL,
     MAX_STEPS,
     MIN_CAPACITY,
     PREFILL_WINDOW,
     bucket,
-    calibrate_sampler,
     chunk_size,
 )
-from entropix_jax.engine.programs import decode_for_backend
-from entropix_jax.engine.prompts import TOGETHER, may_join
-from entropix_jax.engine.results import Request, Row
-from entropix_jax.engine.search import Method, recording_for, run_searches
 from entropix_jax.engine.slots import Layout, empty_slots
 from entropix_jax.engine.state import RUNNING, DecodeState, Program
 from entropix_jax.errors import UserError
@@ -316,7 +316,7 @@ def measure_batch(args: argparse.Namespace, figures: Figures, scratch: Path) -> 
     def run(work: Sequence[Request], slots: int, name: str) -> float:
         started = time.perf_counter()
         engine = Engine(model, slots=slots, capacity=1024)
-        for _ in engine.run([Row(request) for request in work]):
+        for _ in engine.run(work):
             pass
         used[name] = engine.used
         return time.perf_counter() - started

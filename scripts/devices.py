@@ -99,13 +99,14 @@ def trace(args: argparse.Namespace, program: str, batch: int, devices: Any) -> A
     from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
     from llama_1b import LLAMA_3_2_1B as CONFIG
 
+    from entropix_jax.engine.calibrated import CalibratedSampler
     from entropix_jax.engine.decode import decode
-    from entropix_jax.engine.engine import shared_lanes
+    from entropix_jax.engine.loop import shared_lanes
     from entropix_jax.engine.prefill import prefill
-    from entropix_jax.engine.preparation import MAX_STEPS, CalibratedSampler
     from entropix_jax.engine.programs import decode_in_graph
     from entropix_jax.engine.prompts import TOGETHER, may_join
-    from entropix_jax.engine.slots import Layout, empty_slots, lanes_for
+    from entropix_jax.engine.shapes import MAX_STEPS
+    from entropix_jax.engine.slots import Layout, empty_slots
     from entropix_jax.engine.state import Program
     from entropix_jax.model.mesh import DATA, param_shardings, parse_mesh, row_shardings
     from entropix_jax.model.params import param_specs
@@ -144,8 +145,7 @@ def trace(args: argparse.Namespace, program: str, batch: int, devices: Any) -> A
         vocab_size=CONFIG.vocab_size,
     )
     shards = 1 if mesh is None else mesh.shape[DATA]
-    needed = lanes_for(CalibratedSampler(sampler, settings, calibration))
-    lanes = shared_lanes(batch // shards, needed)
+    lanes = shared_lanes(batch // shards, CalibratedSampler(sampler, settings, calibration).lanes)
     state = jax.eval_shape(
         lambda: empty_slots(
             CONFIG,

@@ -25,9 +25,9 @@ from rich.table import Table
 from tiny_entropy import teacher_forced
 
 from entropix_jax.cli.options import EXIT_OK, run_command
-from entropix_jax.engine.generation import Generation
-from entropix_jax.engine.preparation import calibrate_sampler
-from entropix_jax.engine.results import Request
+from entropix_jax.engine.api import Generation
+from entropix_jax.engine.calibrated import calibrate_sampler
+from entropix_jax.engine.request import Request
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.model.find import SMOLLM2, TINY
 from entropix_jax.model.loading import LanguageModel, load, open_model, resolve_model

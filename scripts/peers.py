@@ -22,7 +22,7 @@ import numpy as np
 from llama_1b import transformers_config
 from timing import Timed
 
-from entropix_jax.engine.results import Request
+from entropix_jax.engine.request import Request
 from entropix_jax.errors import UserError
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.precision import INT8

@@ -25,10 +25,10 @@ from tiny.corpus import encode_row, terminal_ids, write_row
 from tiny.tokenizer import build_tokenizer, tokenizer_config, tokenizer_json
 from tiny_entropy import format_means, measure, teacher_forced
 
+from entropix_jax import Request, calibrate_sampler
 from entropix_jax.cli.options import EXIT_OK, run_command
-from entropix_jax.engine.generation import Generation
-from entropix_jax.engine.preparation import calibrate_sampler, encode_prompt
-from entropix_jax.engine.results import Request
+from entropix_jax.engine.api import Generation
+from entropix_jax.engine.tokens import encode_prompt
 from entropix_jax.host.files import replacing
 from entropix_jax.lab.world import lexicon
 from entropix_jax.lab.world.facts import WORLD_SEED, World, create

@@ -58,15 +58,15 @@ def sizes() -> dict[str, int]:
 # The limit, and the goal.
 LIMITS = {
     "sampler/step.py and what it imports": (1_804, 1_600),
-    "engine/decode.py and what it imports": (4_055, 4_000),
+    "engine/decode.py and what it imports": (4_047, 4_000),
     "sampler/step.py, engine/decode.py": (420, 420),
     "sampler/filters.py, sampler/draw.py": (225, 225),
-    "sampler/, engine/, model/": (11_550, 10_400),
-    "package without lab/, serve/, chat/": (19_250, 15_000),
-    "lab/": (7_215, 5_300),
-    "serve/, chat/": (3_050, 3_000),
+    "sampler/, engine/, model/": (11_546, 10_400),
+    "package without lab/, serve/, chat/": (19_245, 15_000),
+    "lab/": (7_214, 5_300),
+    "serve/, chat/": (3_040, 3_000),
     "scripts/": (2_802, 2_800),
-    "tests/": (27_060, 23_400),
+    "tests/": (27_081, 23_400),
     "README.md": (180, 180),
     "docs/": (2_780, 2_600),
 }

@@ -16,9 +16,8 @@ PROMPT, THRESHOLD, ROWS, TOKENS = "Question: ", 3.0, 8, 60  # bits; rows at most
 def sample_eagerly(engine: Engine, request: Request, threshold: float, most: int) -> list[Row]:
     """Runs a request and its forks, at most `most` rows. `threshold` is in bits. The engine must
     record states and the two likeliest tokens."""
-    first = Row(request)
-    rows = [first]
-    for event in engine.run([first]):
+    rows = [engine.new_row(request)]
+    for event in engine.run([request]):
         token = event.token
         if token is None or token.top is None or len(rows) == most:
             continue

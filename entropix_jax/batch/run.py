@@ -14,17 +14,13 @@ from urllib.parse import quote
 
 from entropix_jax.batch.records import BadRecord, Record, content_hash, read_records
 from entropix_jax.batch.storage import local_path
-from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.preparation import (
-    CalibratedSampler,
-    calibrate_sampler,
-    check_recording,
-    encode_prompt,
-    prompt_messages,
-)
-from entropix_jax.engine.results import Request, Row, Rows
-from entropix_jax.engine.slots import padded_ids
+from entropix_jax.engine.calibrated import CalibratedSampler, calibrate_sampler
+from entropix_jax.engine.loop import Engine
+from entropix_jax.engine.records import check_recording
+from entropix_jax.engine.request import Request, padded_ids
+from entropix_jax.engine.results import Row, Rows
 from entropix_jax.engine.state import Recording
+from entropix_jax.engine.tokens import encode_prompt, prompt_messages
 from entropix_jax.engine.trace import header
 from entropix_jax.errors import UserError
 from entropix_jax.host.files import replacing
@@ -114,7 +110,7 @@ class BatchRun:
         none. `looked` is called after each token and each record.
         """
 
-        def requests() -> Iterator[Row | None]:
+        def requests() -> Iterator[Request | None]:
             for record in self._read(iter(records), looked):
                 if record is None:
                     yield None
@@ -130,7 +126,7 @@ class BatchRun:
                     self.failed += 1
                     write(record, {"error": str(error), "finish_reason": "error"})
                     continue
-                yield Row(request)  # each is the only one of its trace: number 0
+                yield request
 
         for event in self.engine.run(requests()):
             self.tokens += event.token is not None and not event.retracted
@@ -192,6 +188,7 @@ class BatchRun:
             stop=own.stop,
             tag=record,
             messages=prompt_messages(given, chat=chat, system=system),
+            number=0,  # each is the only one of its trace
         )
 
     def _load_sampler(self, name: str) -> CalibratedSampler:

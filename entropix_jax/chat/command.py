@@ -67,8 +67,8 @@ def run(arguments: Arguments) -> int:
     if arguments.messages is not None and arguments.system is not None:
         raise UserError("--system cannot be used with --messages: put it into the messages")
     from entropix_jax.chat.session import Session
-    from entropix_jax.engine.preparation import calibrate_sampler
-    from entropix_jax.engine.results import Request
+    from entropix_jax.engine.calibrated import calibrate_sampler
+    from entropix_jax.engine.request import Request
     from entropix_jax.text.chat_template import plain_messages
 
     sampler = arguments.model.choose_sampler()

@@ -15,10 +15,11 @@ from rich.text import Text
 from entropix_jax.cli.options import EXIT_OK, ModelOptions
 from entropix_jax.cli.status import Speed, StatusLine, is_terminal
 from entropix_jax.cli.terminal import TextScreen, print_legend, summary
-from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.generation import Generation
-from entropix_jax.engine.preparation import calibrate_sampler
-from entropix_jax.engine.results import Request, Row, Rows
+from entropix_jax.engine.api import Generation
+from entropix_jax.engine.calibrated import calibrate_sampler
+from entropix_jax.engine.loop import Engine
+from entropix_jax.engine.request import Request
+from entropix_jax.engine.results import Row, Rows
 from entropix_jax.engine.state import Recording
 from entropix_jax.errors import UserError, nearest, printable
 from entropix_jax.host.files import check_writable, replacing

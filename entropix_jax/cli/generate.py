@@ -28,8 +28,9 @@ from entropix_jax.host.files import check_apart, check_writable, scratch_beside
 from entropix_jax.host.interrupts import EXIT_INTERRUPT, deferred_interrupts
 
 if TYPE_CHECKING:
-    from entropix_jax.engine.generation import Generation
-    from entropix_jax.engine.results import Ask, Event, Piece
+    from entropix_jax.engine.api import Generation
+    from entropix_jax.engine.request import Ask
+    from entropix_jax.engine.results import Event, Piece
     from entropix_jax.engine.trace import TraceWriter
 
 
@@ -87,7 +88,7 @@ def run(arguments: Arguments) -> int:
     _check(arguments)
     # JAX takes most of a second to import: not before the command line is known to be good.
     from entropix_jax.engine.api import stream
-    from entropix_jax.engine.preparation import calibrate_sampler
+    from entropix_jax.engine.calibrated import calibrate_sampler
     from entropix_jax.engine.state import Recording
     from entropix_jax.engine.trace import TraceWriter
 

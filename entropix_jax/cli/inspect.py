@@ -60,7 +60,7 @@ class Arguments:
 def run(arguments: Arguments) -> int:
     """Runs the command and returns its exit status."""
     text = _read_text(arguments)
-    from entropix_jax.engine.preparation import calibrate_sampler
+    from entropix_jax.engine.calibrated import calibrate_sampler
     from entropix_jax.engine.score import score_tokens
     from entropix_jax.engine.state import Recording
     from entropix_jax.engine.trace import header

@@ -10,8 +10,8 @@ from entropix_jax.errors import UserError, printable
 from entropix_jax.host.interrupts import EXIT_INTERRUPT, deferred_interrupts
 
 if TYPE_CHECKING:
-    from entropix_jax.engine.engine import Engine
-    from entropix_jax.engine.results import Request
+    from entropix_jax.engine.loop import Engine
+    from entropix_jax.engine.request import Request
     from entropix_jax.engine.search import Method, Outcome
     from entropix_jax.model.loading import LanguageModel
 

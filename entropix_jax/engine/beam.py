@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.loop import Engine
+from entropix_jax.engine.request import Request
 from entropix_jax.engine.results import Row
 from entropix_jax.engine.search import Extract, Outcome, Search, end_row
 
@@ -24,11 +25,12 @@ class Beam(Search):
     _ended: list[tuple[Row, float]] = field(default_factory=list)  # with means of ln p, best first
     _evaluated: int = 0
 
-    def begin(self) -> list[Row]:
-        """Returns the row for the engine to run."""
-        self.rows = super().begin()[:1]
+    def begin(self, engine: Engine) -> list[Request]:
+        """Creates the first row, and returns its request for the engine to run."""
+        requests = super().begin(engine)[:1]
+        self.rows = self.rows[:1]
         self._live = [(self.rows[0], 0.0)]
-        return [*self.rows]
+        return requests
 
     def advance(self, engine: Engine) -> bool:
         """Extends the beam by the tokens that are known. Returns whether the search ended."""

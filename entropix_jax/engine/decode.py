@@ -40,11 +40,7 @@ Carry = tuple[jax.Array, DecodeState, StepRecord]  # steps done, state, records 
 
 
 def decode_step(
-    params: Params,
-    state: DecodeState,
-    *,
-    config: ModelConfig,
-    program: Program,
+    params: Params, state: DecodeState, *, config: ModelConfig, program: Program
 ) -> tuple[DecodeState, StepRecord]:
     """Runs one step of every running row: forward, sample, commit, fork, record.
 
@@ -127,6 +123,7 @@ def decode(
     state: DecodeState,
     steps: jax.Array,
     fewest: jax.Array | int = 1,
+    leaves: jax.Array | bool = True,
     *,
     config: ModelConfig,
     max_steps: int,
@@ -136,14 +133,15 @@ def decode(
     running.
 
     It returns earlier if a row waits for the host, a row has grown as long as the window, or lanes
-    become needed or unneeded: there is a program with lanes and one without, so they cost nothing
-    while no row branches. (Rows ended by a stop string do not count, because their length depends
-    on when the host read the results.)
+    become needed or, where it `leaves` then, unneeded: there is a program with lanes and one
+    without, so they cost nothing while no row branches. (Rows ended by a stop string do not count,
+    because their length depends on when the host read the results.)
 
     Args:
         params: the weights.
         state: donated.
         steps, fewest: int32, traced.
+        leaves: bool, traced, whether it returns once no row is forked. Only used with lanes.
         config: static.
         max_steps: static, room for records: no more steps than this are run.
         program: static.
@@ -168,14 +166,15 @@ def decode(
     def unfinished(carry: Carry) -> jax.Array:
         done, state, _ = carry
         status, length = state.status, state.cache.length
-        counts = (status != STOPPED) & (status != BRANCH_ENDED) & ~state.parked
-        waits = ((status == WAITS_FOR_TEXT) | (status == WAITS_FOR_CHOICE)) & ~state.parked
-        going = jnp.isin(status, jnp.array([RUNNING, FORKS, BRANCH_ENDED])) & ~state.parked
+        counts = (status != STOPPED) & (status != BRANCH_ENDED)
+        waits = (status == WAITS_FOR_TEXT) | (status == WAITS_FOR_CHOICE)
+        going = jnp.isin(status, jnp.array([RUNNING, FORKS, BRANCH_ENDED]))
+        forked = any_shard(jnp.any(is_forked(state)))
         return (
             (done < jnp.minimum(steps, max_steps))
             & (sum_shards(jnp.sum(going[:batch])) >= jnp.maximum(fewest, 1))
             & ~any_shard(jnp.any(waits) | (jnp.max(jnp.where(counts, length, 0)) >= window))
-            & (any_shard(jnp.any(is_forked(state))) == lanes)
+            & ((forked | jnp.logical_not(leaves)) if lanes else ~forked)
         )
 
     def body(carry: Carry) -> Carry:

@@ -50,7 +50,7 @@ def is_forked(state: DecodeState) -> jax.Array:
     """Whether each row waits for lanes, or is one of several branches: bool [P]."""
     alive = (state.status == RUNNING) | (state.status == BRANCH_ENDED)
     branches = alive & (state.fork.branch >= 0) & (state.fork.width > 1)
-    return ((state.status == FORKS) | branches) & ~state.parked
+    return (state.status == FORKS) | branches
 
 
 def free_lanes(state: DecodeState) -> DecodeState:
@@ -87,9 +87,9 @@ def want_fork(state: DecodeState, step: Step, parts: Parts) -> DecodeState:
 
 def start_forks(state: DecodeState) -> DecodeState:
     """Forks the rows that wait, as far as there are free lanes."""
-    chex.assert_tree_shape_prefix((state.parked, state.fork), state.status.shape)
+    chex.assert_tree_shape_prefix(state.fork, state.status.shape)
     batch = state.status.shape[0] - state.lanes
-    waits = (state.status[:batch] == FORKS) & ~state.parked[:batch]
+    waits = state.status[:batch] == FORKS
     free = state.status[batch:] == STOPPED
 
     # Which rows: first come, first served.
@@ -183,7 +183,7 @@ def join_forks(state: DecodeState, parts: Parts) -> tuple[DecodeState, Joined]:
     # A slot holds its own row's first branch. Without lanes `parent` is not a local index.
     parent = local_index(fork.parent, places).at[:batch].set(slots)
     mine = is_branch[None] & (parent[None] == slots[:, None])  # [B, P]
-    open_ = mine & ((state.status != BRANCH_ENDED) | state.parked)[None]
+    open_ = mine & (state.status != BRANCH_ENDED)[None]
     joins = jnp.any(mine, axis=1) & ~jnp.any(open_, axis=1)
 
     # The best branch of each row.
@@ -287,7 +287,6 @@ def _begin(state: DecodeState, begins: jax.Array, branch: jax.Array) -> DecodeSt
             failed=fork.failed & ~begins,
         ),
         status=jnp.where(begins, RUNNING, state.status),
-        parked=state.parked & ~begins,
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from random import Random
 
-from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.loop import Engine
 from entropix_jax.engine.search import Fork, Search
 
 CALIPER = 0.25  # nats: largest difference of the log-probabilities of matched tokens

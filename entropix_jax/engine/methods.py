@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from entropix_jax.engine.beam import Beam
-from entropix_jax.engine.results import Request
+from entropix_jax.engine.request import Request
 from entropix_jax.engine.search import Method
 from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.errors import UserError, nearest

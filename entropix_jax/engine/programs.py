@@ -1,17 +1,28 @@
-"""Compiled programs of a server: missing ones compile in a thread, while rows continue with the
-compiled ones."""
+"""Compiled programs of an engine, and the one thread that compiles them ahead of their calls.
+
+By default each call waits for exactly the program that its rows need, so results do not depend on
+other programs. A server has a closed list, and its calls use the smallest compiled one that covers
+their rows.
+"""
 
 import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from entropix_jax.accelerators.gpu_graphs import LOOPS_IN_GRAPHS, puts_loops_in_graphs
 from entropix_jax.engine.decode import decode, jit_decode
+from entropix_jax.engine.shapes import MAX_STEPS
+from entropix_jax.engine.state import DecodeState, Program, Recording
+from entropix_jax.errors import UserError
+from entropix_jax.model.loading import LanguageModel
+from entropix_jax.sampler.settings import Parts
 
 _LOG = logging.getLogger(__name__)
 
@@ -24,91 +35,187 @@ def decode_for_backend() -> Any:
     return decode_in_graph if puts_loops_in_graphs() else decode
 
 
-class CompileError(Exception):
-    """A program could not be compiled. The compiler's own error is the cause."""
+@dataclass(frozen=True)
+class Steps:
+    """The key of a program of decode steps: mechanisms, cache positions, and whether the lanes take
+    part."""
+
+    used: frozenset[str]
+    window: int
+    lanes: bool = False
+
+    def covers(self, other: "Steps") -> bool:
+        """Whether rows that need the other program can run in this one."""
+        lanes = other.lanes <= self.lanes
+        return lanes and other.window <= self.window and other.used <= self.used
+
+    @property
+    def cost(self) -> tuple[int, ...]:
+        """The order of programs: lanes are further rows, and a window is read in every layer."""
+        return self.lanes, self.window, len(self.used)
+
+    def __str__(self) -> str:
+        forks = " with forks" if self.lanes else ""
+        return f"steps of {self.window} positions{forks}, {len(self.used)} mechanisms"
+
+
+@dataclass(frozen=True)
+class PromptPart:
+    """The key of a program that reads prompts: tokens and cache positions of each of some rows."""
+
+    size: int
+    window: int
+    rows: int = 1
+
+    def covers(self, other: "PromptPart") -> bool:
+        """Whether tokens that need the other program can be read by this one."""
+        size, window = other.size <= self.size, other.window <= self.window
+        return size and window and other.rows == self.rows
+
+    @property
+    def cost(self) -> tuple[int, ...]:
+        """The order of programs."""
+        return self.size, self.window
+
+    def __str__(self) -> str:
+        rows = "" if self.rows == 1 else f" of {self.rows} rows"
+        return f"prompts of {self.size} tokens{rows} in {self.window} positions"
 
 
 class Programs:
-    """Programs by key. One thread compiles them, urgent ones first."""
+    """Programs by key, compiled by one thread in the order of `add`.
 
-    def __init__(self) -> None:
-        self.compiling: str | None = None  # what the thread is at, for people
+    `sets` are those of a list, empty without one. `required` programs must be compiled before a
+    server accepts requests. `largest` has the key of the program of each set that covers all rows.
+    """
+
+    def __init__(
+        self, model: LanguageModel, recording: Recording, sets: Sequence[frozenset[str]] = ()
+    ) -> None:
+        self.sets = tuple(sets)
+        self.required: list[Hashable] = []
+        self.largest: dict[frozenset[str], Steps] = {}
+        self._model = model
+        self._recording = recording
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
-        self._errors: dict[Hashable, Exception] = {}
-        self._wanted: set[Hashable] = set()
-        # Queued programs by key: name, and function that compiles it. The first one compiles next.
-        self._jobs: OrderedDict[Hashable, tuple[str, Callable[[], Any]]] = OrderedDict()
+        self._failed: dict[Hashable, Exception] = {}
+        # Queued programs by key, with functions that compile them. The first one compiles next.
+        self._queue: OrderedDict[Hashable, Callable[[], Any]] = OrderedDict()
+        self._current: Hashable = None
         self._changed = threading.Condition()
 
-    def __contains__(self, key: Hashable) -> bool:
-        """Whether the program is compiled."""
-        return key in self._compiled
-
-    def get(self, key: Hashable) -> Callable[..., Any]:
-        """Returns a compiled program, a function of the traced arguments."""
-        return self._compiled[key]
-
-    def request(
-        self,
-        key: Hashable,
-        name: str,
-        function: Any,
-        arguments: tuple[Any, ...],
-        static: Mapping[str, Any],
-        *,
-        urgent: bool = False,
-        ahead: bool = False,
+    def add(
+        self, key: Hashable, function: Any, arguments: tuple[Any, ...], static: Mapping[str, Any]
     ) -> None:
-        """Queues a program for compilation unless it is compiled or queued. Returns at once.
+        """Queues a program of a jitted function for compilation, and returns at once. Only shapes
+        of the traced arguments are kept."""
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)), arguments
+        )
+        with self._changed:
+            self._queue[key] = lambda: function.lower(*shapes, **static).compile()
+            if self._current is None:
+                self._current = key
+                threading.Thread(target=self._compile, name="compiler").start()
 
-        Args:
-            name: of the program, for the log.
-            function: jitted.
-            arguments: the traced ones; only their shapes are kept.
-            static: the static ones, by name.
-            urgent: running rows need it.
-            ahead: no row needs it yet, so an error is left for a later request.
+    def call(self, key: Hashable, function: Any, arguments: tuple[Any, ...], **static: Any) -> Any:
+        """Calls a compiled program, or else the function once the thread has compiled it."""
+        if (program := self._compiled.get(key)) is not None:
+            return program(*arguments)
+        self.wait(key)
+        return function(*arguments, **static)
+
+    def add_steps(self, key: Steps, parts: Parts, state: DecodeState) -> None:
+        """Queues a program of decode steps. `parts` has the mechanisms, used or not."""
+        count = np.int32(1)
+        arguments = self._model.params, state, count, count, np.bool_(True)
+        self.add(key, decode_for_backend(), arguments, self._static(key, parts))
+
+    def run_steps(self, key: Steps, parts: Parts, state: DecodeState, *counts: Any) -> Any:
+        """Runs decode steps. `counts` and the result are those of `decode`."""
+        arguments = self._model.params, state, *counts
+        return self.call(key, decode_for_backend(), arguments, **self._static(key, parts))
+
+    def _static(self, key: Steps, parts: Parts) -> dict[str, Any]:
+        parts = replace(parts, used=key.used)
+        program = Program(parts, key.window, self._recording, key.lanes)
+        return {"config": self._model.config, "max_steps": MAX_STEPS, "program": program}
+
+    def find(self, needed: Any) -> Any:
+        """Returns the key of the program for rows that need another one: the same without a list,
+        else that of the smallest compiled one that covers it, None if there is none."""
+        if not self.sets:
+            return needed
+        keys = [key for key in [*self._compiled] if isinstance(key, type(needed))]
+        covering: list[Any] = [key for key in keys if key.covers(needed)]
+        return min(covering, key=lambda key: key.cost, default=None)
+
+    def set_of(self, used: frozenset[str]) -> frozenset[str] | None:
+        """Returns the first set that contains the mechanisms, None if there is none."""
+        return next((one for one in self.sets if used <= one), None)
+
+    def has(self, used: frozenset[str]) -> bool:
+        """Whether every batch of rows of a set can run.
 
         Raises:
-            CompileError: the last compilation failed. The next request tries again.
+            UserError: the set's largest program, or a required one, failed to compile.
         """
-        if key in self._errors and not ahead:
-            self._wanted.discard(key)
-            raise CompileError(f"compiling {name} failed") from self._errors.pop(key)
-        with self._changed:
-            if key not in self._wanted:
-                self._wanted.add(key)
-                shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
-                self._jobs[key] = name, lambda: function.lower(*shapes, **static).compile()
-                if self.compiling is None:
-                    self.compiling = name
-                    threading.Thread(target=self._compile, name="compiler").start()
-            if urgent and key in self._jobs:
-                self._jobs.move_to_end(key, last=False)
+        self._check(self.largest[used])
+        return self.missing() is None and self.largest[used] in self._compiled
 
-    def wait(self, seconds: float) -> None:
-        """Waits until a program is compiled, or for the timeout."""
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Number of compiled programs, and of those that are not compiled yet."""
         with self._changed:
-            if self.compiling is not None:
-                self._changed.wait(seconds)
+            queued = len(self._queue) + (self._current is not None)
+            return len(self._compiled), queued
+
+    def missing(self) -> Hashable:
+        """Returns the key of a required program that is not compiled yet, None if all are.
+
+        Raises:
+            UserError: one failed to compile.
+        """
+        for key in self.required:
+            self._check(key)
+        return next((key for key in self.required if key not in self._compiled), None)
+
+    def wait(self, key: Hashable, seconds: float | None = None) -> None:
+        """Waits until a program is no longer queued, or for the timeout."""
+        with self._changed:
+            self._changed.wait_for(lambda: key != self._current and key not in self._queue, seconds)
+
+    def close(self) -> None:
+        """Compiles no further programs. The current one is finished."""
+        with self._changed:
+            self._queue.clear()
+
+    def _check(self, key: Hashable) -> None:
+        if (error := self._failed.get(key)) is not None:
+            raise UserError(f"compiling {key} failed: {_reason(error)}") from error
 
     def _compile(self) -> None:
         while True:
             with self._changed:
-                # A process that ends waits for one program at most.
-                if not (self._jobs and threading.main_thread().is_alive()):
-                    self.compiling = None
-                    self._changed.notify_all()
-                    return
-                key, (name, compile_program) = self._jobs.popitem(last=False)
-                self.compiling = name
-            began = time.perf_counter()
-            _LOG.info("compiling %s ...", name)
-            try:
-                self._compiled[key] = compile_program()
-                _LOG.info("compiled %s in %.1f s", name, time.perf_counter() - began)
-            except Exception as error:
-                _LOG.error("compiling %s failed", name, exc_info=error)
-                self._errors[key] = error
-            with self._changed:
                 self._changed.notify_all()
+                # A process that ends waits for one program at most.
+                if not (self._queue and threading.main_thread().is_alive()):
+                    self._current = None
+                    return
+                self._current, compile_program = self._queue.popitem(last=False)
+            key, began = self._current, time.perf_counter()
+            try:
+                program = compile_program()
+                if self.sets:
+                    self._compiled[key] = program
+                _LOG.info("compiled %s in %.1f s", key, time.perf_counter() - began)
+            except Exception as error:
+                self._failed[key] = error
+                # Else the call raises it, or `missing` does.
+                if self.sets and key not in self.required:
+                    _LOG.error("compiling %s failed, it is not used: %s", key, _reason(error))
+
+
+def _reason(error: Exception) -> str:
+    """Returns the first line of an error."""
+    return next(iter(str(error).splitlines()), type(error).__name__)

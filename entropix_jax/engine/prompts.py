@@ -13,15 +13,15 @@ import jax
 import numpy as np
 
 from entropix_jax.engine.prefill import prefill
-from entropix_jax.engine.preparation import (
+from entropix_jax.engine.programs import Programs, PromptPart
+from entropix_jax.engine.row import RunningRow
+from entropix_jax.engine.shapes import (
     DECODE_WINDOW,
     MAX_PREFILL,
     PREFILL_WINDOW,
     bucket,
     chunk_size,
 )
-from entropix_jax.engine.programs import Programs
-from entropix_jax.engine.running import RunningRow
 from entropix_jax.engine.slots import Layout, share_prefix
 from entropix_jax.engine.state import DecodeState
 from entropix_jax.model.loading import LanguageModel
@@ -30,9 +30,9 @@ from entropix_jax.platforms import on_cpu
 _MIN_PART = 16  # tokens of a prompt that are read in one call, at least
 # Where caches are kept texts grow in parts of any length: few programs serve all of them.
 _KEPT_PART = 64
-# Where other rows go on between two parts: half a second for SmolLM2-135M on two cores, twice as
-# long while a program compiles.
-_BACKGROUND_PART = 128
+# With a list of programs: other rows continue between two parts. Half a second for SmolLM2-135M on
+# two cores, twice as long while a program compiles.
+_LISTED_PART = 128
 # Rows that are read in one call; another number would be a program of its own. On a CPU, prompts of
 # SmolLM2-135M take half the time so if they have 32 tokens, and three quarters if they have 128.
 TOGETHER = 4
@@ -53,15 +53,10 @@ class PromptReader:
     """Caches the texts of rows in slots, except for their last tokens."""
 
     def __init__(
-        self,
-        model: LanguageModel,
-        *,
-        capacity: int,
-        keep: bool,
-        programs: Programs | None = None,
+        self, model: LanguageModel, *, capacity: int, keep: bool, programs: Programs
     ) -> None:
         """Prepares to read rows of `capacity` cache positions. With `keep` caches outlive a run, so
-        few programs should serve all lengths. Only `programs` are run, see `request`."""
+        few programs should serve all lengths."""
         self.read = 0  # tokens, padding not counted
         self._model = model
         self._capacity = capacity
@@ -94,9 +89,10 @@ class PromptReader:
                 row = rows[slot]
                 source = next((other for other in cached if rows[other].has_cached(row)), None)
                 if source is not None:
-                    row.cached = len(row.prefix)
+                    row.cached = row.to_cache
                     places = layout.numbers[source], layout.numbers[slot]
-                    state = share_prefix(state, *places, np.int32(row.cached))
+                    arguments = state, *places, np.int32(row.cached)
+                    state = self._programs.call("copy", share_prefix, arguments)
                     cached.append(slot)
                 elif first.setdefault(tuple(row.request.prompt), slot) != slot:
                     others.append(slot)
@@ -117,46 +113,39 @@ class PromptReader:
             # Parts of one size and window can be read in one call.
             alike = defaultdict(list)
             for slot, row in rows.items():
-                if row.cached < (length := len(row.prefix)):
+                if row.cached < (length := row.to_cache):
                     alike[self._part(length, row.cached)].append(slot)
             if not alike:
                 break
             for (size, window), slots in alike.items():
                 while slots and not stops():
                     places = self._places(size, window, len(slots), layout.slots)
-                    if not self._has_program(state, layout, places, size, window):
-                        places = 1
-                    now, slots = slots[:places], slots[places:]
-                    part = {slot: rows[slot] for slot in now}
-                    state = self._read_part(state, layout, part, places, size, window)
+                    key = self._programs.find(PromptPart(size, window, places))
+                    # A program for several rows is never needed.
+                    key = key or self._programs.find(PromptPart(size, window))
+                    now, slots = slots[: key.rows], slots[key.rows :]
+                    state = self._read_part(state, layout, {i: rows[i] for i in now}, size, key)
         return state
 
-    def request(self, state: DecodeState, layout: Layout, row: RunningRow) -> bool:
-        """Returns whether the programs that read a row from its start are compiled, and requests
-        missing ones."""
-        length, cached, ready = len(row.prefix), 0, True
-        while cached < length:
-            size, window = self._part(length, cached)
-            ready &= self._has_program(state, layout, 1, size, window)
-            cached += size
-        return ready
+    def list_parts(self) -> list[PromptPart]:
+        """Returns the keys of the programs that read texts: the smallest first, and last the
+        largest, which can read any part."""
+        largest = self._part(self._capacity, 0)[0]
+        sizes = [1 << i for i in range(_MIN_PART.bit_length() - 1, largest.bit_length())]
+        windows = [self._window(size, 0) for size in sizes]
+        while windows[-1] < self._capacity:
+            windows.append(min(2 * windows[-1], self._capacity))
+            sizes.append(largest)
+        shapes = [*zip(sizes, windows, strict=True)]
+        together = [PromptPart(*shape, TOGETHER) for shape in shapes if may_join(*shape)]
+        single = [PromptPart(*shape) for shape in shapes]
+        return [*single[:-1], *together, single[-1]]
 
-    def _has_program(
-        self, state: DecodeState, layout: Layout, places: int, size: int, window: int
-    ) -> bool:
-        """Whether the program for such a call can be run now."""
-        if self._programs is None:
-            return True
-        key = ("prefill", size, window, places, layout)
-        if key in self._programs:
-            return True
-        tokens, numbers = np.zeros((places, size), np.int32), np.zeros(places, np.int32)
-        traced = self._arguments(state, layout, tokens, numbers, numbers)
-        together = "" if places == 1 else f" of {places} rows"
-        name = f"prompts of {size} tokens{together} in {window} positions"
-        # A program for several rows is never needed.
-        self._programs.request(key, name, prefill, traced, self._static(window), ahead=places > 1)
-        return False
+    def add(self, key: PromptPart, layout: Layout, state: DecodeState) -> None:
+        """Queues the program of a part."""
+        tokens, numbers = np.zeros((key.rows, key.size), np.int32), np.zeros(key.rows, np.int32)
+        arguments = self._arguments(state, layout, tokens, numbers, numbers)
+        self._programs.add(key, prefill, arguments, self._static(key.window))
 
     def _arguments(
         self,
@@ -175,14 +164,21 @@ class PromptReader:
     def _part(self, length: int, cached: int) -> tuple[int, int]:
         """The size of the next part of a text, padding included, and the cache positions it reads,
         where `cached` of the `length` tokens to read are cached."""
-        remaining, window = length - cached, PREFILL_WINDOW
-        size = bucket(remaining, _MIN_PART)
+        unread, listed = length - cached, bool(self._programs.sets)
+        size = bucket(unread, _MIN_PART)
         if self._keep:
-            size, window = MAX_PREFILL if remaining >= MAX_PREFILL else _KEPT_PART, DECODE_WINDOW
-        elif self._programs is not None and length > _BACKGROUND_PART:
-            size = _BACKGROUND_PART
-        size = min(size, chunk_size(self._model.config, length, 1, MAX_PREFILL))
-        return size, min(bucket(cached + size, window), self._capacity)
+            size = MAX_PREFILL if unread >= MAX_PREFILL else _KEPT_PART
+        elif listed:
+            size = min(size, _LISTED_PART)
+        # One size for all lengths, so that a list is short.
+        longest = self._capacity if listed else length
+        size = min(size, chunk_size(self._model.config, longest, 1, MAX_PREFILL))
+        return size, self._window(size, cached)
+
+    def _window(self, size: int, cached: int) -> int:
+        """Returns the cache positions that a part reads."""
+        window = DECODE_WINDOW if self._keep else PREFILL_WINDOW
+        return min(bucket(cached + size, window), self._capacity)
 
     def _places(self, size: int, window: int, waiting: int, slots: int) -> int:
         """Returns the number of rows of the next call for `waiting` rows: on a CPU four only if at
@@ -195,24 +191,20 @@ class PromptReader:
         state: DecodeState,
         layout: Layout,
         rows: Mapping[int, RunningRow],
-        places: int,
         size: int,
-        window: int,
+        key: PromptPart,
     ) -> DecodeState:
-        """Reads the next part of some rows in one call for that number of rows."""
-        tokens = np.zeros((places, size), np.int32)
-        count = np.zeros(places, np.int32)
-        numbers = np.full(places, len(layout.slot_of), np.int32)  # of padding: no row's
+        """Reads the next part of some rows, up to `size` tokens of each, in one call."""
+        tokens = np.zeros((key.rows, key.size), np.int32)
+        count = np.zeros(key.rows, np.int32)
+        numbers = np.full(key.rows, len(layout.slot_of), np.int32)  # of padding: no row's
         for i, (slot, row) in enumerate(rows.items()):
-            part = row.prefix[row.cached : row.cached + size]
+            part = row.ids[row.cached : min(row.cached + size, row.to_cache)]
             tokens[i, : len(part)] = part
             count[i], numbers[i] = len(part), layout.numbers[slot]
             row.cached += len(part)
         arguments = self._arguments(state, layout, tokens, count, numbers)
-        if self._programs is None:
-            state = prefill(*arguments, **self._static(window))
-        else:
-            state = self._programs.get(("prefill", size, window, places, layout))(*arguments)
+        state = self._programs.call(key, prefill, arguments, **self._static(key.window))
         jax.block_until_ready(state.cache.length)
         self.read += int(count.sum())
         return state

@@ -10,8 +10,12 @@ import numpy as np
 from entropix_jax.engine.slots import Layout
 from entropix_jax.engine.state import Extras, Joined, Recording, StepRecord
 from entropix_jax.engine.trace import TokenRecord, plain
+from entropix_jax.errors import UserError
+from entropix_jax.model.loading import LanguageModel
 from entropix_jax.names import REGIMES
 from entropix_jax.sampler.metrics import Metrics
+
+MAX_TOP = 1024  # maximum number of most likely tokens in a record
 
 Decode = Callable[[Sequence[int]], str]  # a tokenizer's `decode_within`
 _REQUIRED = [field.name for field in fields(TokenRecord) if field.default is MISSING]
@@ -166,3 +170,13 @@ def extras_fields(extras: Extras, recording: Recording, decode: Decode) -> dict[
     if recording.layers:
         fields["layers"] = [*extras.layers] if recording.raw_layers else plain(extras.layers)
     return fields
+
+
+def check_recording(model: LanguageModel, recording: Recording) -> None:
+    """Raises UserError if more most likely tokens are to be recorded than the model has, or than
+    memory is reserved for."""
+    asked = f"the {recording.top} most likely tokens cannot be recorded"
+    if recording.top > MAX_TOP:
+        raise UserError(f"{asked}: the maximum is {MAX_TOP}")
+    if not 0 <= recording.top <= model.config.vocab_size:
+        raise UserError(f"{asked}: the model has {model.config.vocab_size} tokens")

@@ -1,70 +1,22 @@
-"""Inputs and results of a run: requests, rows, and events."""
+"""Results of a run: rows and events."""
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from entropix_jax.engine.preparation import CalibratedSampler
+from entropix_jax.engine.request import Request
 from entropix_jax.engine.trace import TokenRecord, TraceWriter, footer
 from entropix_jax.errors import UserError
 from entropix_jax.names import REGIMES
 from entropix_jax.sampler.mechanisms import ACTIONS
 
-MAX_SAMPLES = 1024  # rows of one prompt
 _REPR_TEXT = 50  # characters of a text
 _REPR_ROWS = 10
-
-# The text of a row so far to the text to inject.
-Retrieve = Callable[[str], str]
-# A row's number and the texts of its two best branches to the index of the one to commit, or None.
-Ask = Callable[[int, Sequence[str]], int | None]
-
-
-@dataclass(frozen=True, eq=False)
-class Request:
-    """One row to generate.
-
-    Attributes:
-        prompt: token ids, at least one.
-        sampler: a sampler resolved for the model, see `calibrate_sampler`.
-        max_new_tokens: the budget.
-        row_id: with `seed`, the key of the row's random numbers.
-        seed: of the row's random numbers.
-        eos_ids: tokens that end the row.
-        stop: texts that end the row and are not part of its text.
-        retrieve: called with the row's text when a thought is due; returns the text to inject. If
-            that is empty or exceeds the budget, the sampler's own thought is injected. If that
-            exceeds it too, the row samples.
-        ask: called with the row's number and the texts of the two best branches, better one first,
-            when their scores are within the margin; returns the index of the branch to commit, or
-            None for the better one.
-        messages: the chat messages of the prompt, for the trace's header.
-        tag: the caller's own; the engine passes it through.
-    """
-
-    prompt: Sequence[int]
-    sampler: CalibratedSampler
-    max_new_tokens: int = 256
-    row_id: str = "0"
-    seed: int = 0
-    eos_ids: Sequence[int] = ()
-    stop: Sequence[str] = ()
-    retrieve: Retrieve | None = None
-    ask: Ask | None = None
-    messages: Sequence[Mapping[str, str]] | None = None
-    tag: Any = None
-
-    def to_json(self) -> dict[str, Any]:
-        """The settings of the row that the header of a trace lacks."""
-        names = "row_id", "seed", "max_new_tokens"
-        lists = {"eos_ids": [*map(int, self.eos_ids)], "stop": [*self.stop]}
-        hooks = {name: getattr(self, name) is not None for name in ("retrieve", "ask")}
-        return {**{name: getattr(self, name) for name in names}, **lists, **hooks}
 
 
 @dataclass(frozen=True)
@@ -87,13 +39,11 @@ class Row:
     is reached), "stop" (a stop string), "confidence" (it was low), "error", "interrupt",
     "cancelled" (by `Engine.end`), or None while the row runs. `retracted_tokens` are in order.
     `log` has all tokens in the order of their events, each with a bool for retracted ones. `number`
-    is the row's index in a `Generation`; an engine numbers its rows, forks included, in order of
-    arrival. `budget` is the maximum number of tokens, set when the row begins to run. `source` is
+    is `Request.number`, or else the row's place in the order of arrival in its engine, forks
+    included. `budget` is the maximum number of tokens, set when the row begins to run. `source` is
     the number of the row that it was forked from, with the length of that row's log; -1 stands for
     a row of another run. `moves` are those of the caller. `forks` and `rewinds` count calls of
-    `Engine.fork` and `rewind` for the row. `ahead` has the tokens to force when the row begins to
-    run, see `Engine.force`, with the action `ahead_action`. `chosen` has the positions of tokens
-    that a person chose.
+    `Engine.fork` and `rewind` for the row.
     """
 
     request: Request
@@ -109,9 +59,6 @@ class Row:
     moves: list[Move] = field(default_factory=list, compare=False)
     forks: int = 0
     rewinds: int = 0
-    ahead: Sequence[int] = ()
-    ahead_action: str = "inject"
-    chosen: range = range(0)
     started: float | None = field(default=None, compare=False)  # by `time.perf_counter`
     first_token: float | None = field(default=None, compare=False)  # by the same clock
     waited: float = field(default=0.0, compare=False)  # seconds spent in `Request.ask`

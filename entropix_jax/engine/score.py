@@ -15,14 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from entropix_jax.engine.preparation import (
-    PREFILL_WINDOW,
-    CalibratedSampler,
-    bucket,
-    check_recording,
-    chunk_size,
-)
-from entropix_jax.engine.records import extras_fields, measured
+from entropix_jax.engine.calibrated import CalibratedSampler
+from entropix_jax.engine.records import check_recording, extras_fields, measured
+from entropix_jax.engine.shapes import PREFILL_WINDOW, bucket, chunk_size
 from entropix_jax.engine.state import Extras, Recording, extras_of
 from entropix_jax.engine.trace import MeasuredToken, plain
 from entropix_jax.errors import UserError

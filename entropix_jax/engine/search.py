@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.preparation import MIN_CAPACITY, bucket
-from entropix_jax.engine.results import Request, Row
-from entropix_jax.engine.running import check_request
+from entropix_jax.engine.loop import Engine
+from entropix_jax.engine.request import Request, check_request
+from entropix_jax.engine.results import Row
+from entropix_jax.engine.shapes import MIN_CAPACITY, bucket
 from entropix_jax.engine.state import Recording
 from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.errors import UserError
@@ -157,13 +157,14 @@ class Search:
     _at: int = 0  # index of the generated token that is decided next
     _first: int | None = None  # the continuation that ended first
 
-    def begin(self) -> list[Row]:
-        """Returns the rows for the engine to run."""
+    def begin(self, engine: Engine) -> list[Request]:
+        """Creates the first rows, and returns their requests for the engine to run."""
         number = self.forks if self.method.forks_at is None else 1
         request = replace(self.request, tag=self)
         ids = [request.row_id, *(f"{request.row_id}.{i}" for i in range(1, number))]
-        self.rows = [Row(replace(request, row_id=row_id), number=i) for i, row_id in enumerate(ids)]
-        return [*self.rows]
+        requests = [replace(request, row_id=row_id, number=i) for i, row_id in enumerate(ids)]
+        self.rows = [*map(engine.new_row, requests)]
+        return requests
 
     def advance(self, engine: Engine) -> bool:
         """Decides the forks that the tokens so far determine. Returns whether the search ended."""
@@ -294,7 +295,7 @@ class Search:
 
 def run_searches(engine: Engine, searches: Iterable[Search]) -> Iterator[Search]:
     """Runs searches in parallel, and yields each when it has ended."""
-    source = (row for search in searches for row in search.begin())
+    source = (request for search in searches for request in search.begin(engine))
     for event in engine.run(source):
         search: Search = event.row.request.tag
         if search.advance(engine):

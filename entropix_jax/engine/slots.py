@@ -1,6 +1,5 @@
 """Slots of a batch: `insert` puts a row into one, independently of the other slots."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
@@ -11,9 +10,8 @@ import numpy as np
 from flax import struct
 from jax.sharding import Mesh
 
-from entropix_jax.engine.preparation import CalibratedSampler
+from entropix_jax.engine.request import padded_ids
 from entropix_jax.engine.state import RUNNING, STOPPED, DecodeState, Fork
-from entropix_jax.errors import UserError
 from entropix_jax.model.cache import init_cache
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.mesh import (
@@ -26,14 +24,10 @@ from entropix_jax.model.mesh import (
     split_rows,
 )
 from entropix_jax.model.write import copy_runs
-from entropix_jax.names import SERVED
 from entropix_jax.sampler.mechanism import Mechanism
-from entropix_jax.sampler.mechanisms import MECHANISMS
-from entropix_jax.sampler.mechanisms.branch import BRANCH
 from entropix_jax.sampler.settings import MAX_WIDTH, SamplerSettings
 from entropix_jax.sampler.state import SamplerState, Tally, init_sampler_state
 
-_MAX_EOS = 32
 _BLOCK = 64  # cache positions that are copied at once
 
 Value = jax.Array | np.ndarray | np.generic
@@ -118,7 +112,7 @@ def empty_slots(
         asks_for_text=full(False, dtype=bool),
         asks_for_choice=full(False, dtype=bool),
         settings=jax.tree.map(lambda x: np.broadcast_to(x, (places, *np.shape(x))), settings),
-        eos_ids=full(-1, _MAX_EOS),
+        eos_ids=full(-1, len(padded_ids(()))),
         sampler=sampler,
         fork=Fork(
             parent=np.arange(places, dtype=np.int32),  # type: ignore[arg-type]
@@ -136,7 +130,6 @@ def empty_slots(
         ),
         forwards=full(0),
         status=full(STOPPED),
-        parked=full(False, dtype=bool),
         lanes=layout.lanes,
     )
     if mesh is not None:
@@ -149,24 +142,6 @@ def emptied(state: DecodeState) -> DecodeState:
     """Returns the state with the rows and branches removed. Cached tokens stay."""
     fork = replace(state.fork, branch=jnp.full_like(state.fork.branch, -1))
     return replace(state, fork=fork, status=jnp.full_like(state.status, STOPPED))
-
-
-@partial(jax.jit, donate_argnames="state")
-def park(state: DecodeState, window: jax.Array, reading: jax.Array) -> DecodeState:
-    """Parks the rows and branches that are as long as the `window`, int32, or longer, and those
-    whose text is still being read, bool [P]; resumes all others. A parked row keeps its state and
-    is skipped by steps. The state is donated."""
-    parked = ((state.cache.length >= window) | reading) & (state.status != STOPPED)
-    return replace(state, parked=parked)
-
-
-def lanes_for(sampler: CalibratedSampler) -> int:
-    """Returns the lanes that a fork of a row may need. A user's own arm or control may fork."""
-    arms = {sampler.values[f"arms.{name}"] for name in SERVED}
-    own = {*sampler.mechanisms} - {*MECHANISMS}
-    if any(mechanism.control or mechanism.name in arms for mechanism in own):
-        return MAX_WIDTH - 1
-    return int(sampler.values["branch.width"]) - 1 if BRANCH.name in arms else 0
 
 
 def widen(state: DecodeState, layout: Layout, lanes: int) -> DecodeState:
@@ -188,17 +163,6 @@ def widen(state: DecodeState, layout: Layout, lanes: int) -> DecodeState:
         fork=replace(state.fork, parent=parent, branch=jnp.where(is_new, -1, state.fork.branch)),
         status=jnp.where(is_new, STOPPED, state.status),
     )
-
-
-def padded_ids(ids: Sequence[int]) -> np.ndarray:
-    """Returns end tokens as int32 [E] of fixed size; -1 matches no token.
-
-    Raises:
-        UserError: too many end tokens.
-    """
-    if len(ids) > _MAX_EOS:
-        raise UserError(f"there are {len(ids)} end tokens, at most {_MAX_EOS} are possible")
-    return np.array([*ids, *[-1] * (_MAX_EOS - len(ids))], np.int32)
 
 
 @cache
@@ -234,7 +198,6 @@ def insert(
         ),
         fork=replace(fork, branch=jnp.where(freed, -1, fork.branch)),
         status=put(jnp.where(freed, STOPPED, state.status), jnp.int32(RUNNING)),
-        parked=put(state.parked, np.bool_(False)),
     )
 
 

@@ -21,14 +21,14 @@ from entropix_jax.stats import AttnStats, top
 # A row's status, which says why a row that does not run does not.
 RUNNING = 0
 EOS, LENGTH, ERROR = 1, 2, 3  # ended by an end token, by its budget, by NaN or infinite logits
-STOPPED = 4  # ended by the host, for example at a stop string; or a lane without a branch
+STOPPED = 4  # ended by the host, or its text is not read yet; or a lane without a branch
 WAITS_FOR_TEXT, WAITS_FOR_CHOICE = 5, 6  # until the host has answered
 FORKS = 7  # waits for lanes for its branches
 BRANCH_ENDED = 8  # a branch that waits for the others of its fork
 ENDED_BY = 16  # plus the index of the mechanism that ended the row
 
 # Fields of `DecodeState` that no step changes.
-_FIXED = "prompt_length budget keys asks_for_text asks_for_choice settings eos_ids parked".split()
+_FIXED = "prompt_length budget keys asks_for_text asks_for_choice settings eos_ids".split()
 
 
 @struct.dataclass
@@ -74,15 +74,13 @@ class DecodeState:
     fork: Fork
     forwards: jax.Array  # int32 [P], token positions evaluated beyond the prompt
     status: jax.Array  # int32 [P], see RUNNING
-    # bool [P], skipped by steps: longer than their window, or its text is not read yet
-    parked: jax.Array
     # Static: rows at the end of each data shard that are lanes.
     lanes: int = struct.field(pytree_node=False)
 
     @property
     def running(self) -> jax.Array:
         """Which rows take part in a step: bool [P]."""
-        return (self.status == RUNNING) & ~self.parked
+        return self.status == RUNNING
 
 
 @dataclass(frozen=True)

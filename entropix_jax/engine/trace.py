@@ -14,7 +14,7 @@ import jax
 import jaxlib.version
 import numpy as np
 
-from entropix_jax.engine.preparation import CalibratedSampler
+from entropix_jax.engine.calibrated import CalibratedSampler
 from entropix_jax.errors import UserError
 from entropix_jax.host.decimals import shorten
 from entropix_jax.model.loading import LanguageModel

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from entropix_jax.batch.records import BadRecord, read_records
-from entropix_jax.engine.generation import Generation
-from entropix_jax.engine.preparation import CalibratedSampler, encode_prompt, sampler_settings
-from entropix_jax.engine.results import Request
-from entropix_jax.engine.running import check_request
+from entropix_jax.engine.api import Generation
+from entropix_jax.engine.calibrated import CalibratedSampler, sampler_settings
+from entropix_jax.engine.request import Request, check_request
+from entropix_jax.engine.tokens import encode_prompt
 from entropix_jax.errors import UserError
 from entropix_jax.host.files import read_text
 from entropix_jax.lab.tasks.task import Item

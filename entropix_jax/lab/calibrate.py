@@ -60,7 +60,7 @@ def run(arguments: Arguments) -> int:
     file = None if arguments.prompts is None else Path(arguments.prompts)
     prompts = None if file is None else read_prompts(file)
 
-    from entropix_jax.engine.preparation import model_shape
+    from entropix_jax.engine.calibrated import model_shape
     from entropix_jax.host.compile_cache import use_compilation_cache
     from entropix_jax.model.loading import load
     from entropix_jax.sampler.calibration import Calibration

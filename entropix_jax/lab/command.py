@@ -97,7 +97,7 @@ def run_study(
     require("lab", "matplotlib", "pandas", "tabulate")
     check_range("--slots", options.slots, 1)
     check_cluster(options.ray, options.cpus_per_actor)
-    from entropix_jax.engine.preparation import calibrate_sampler
+    from entropix_jax.engine.calibrated import calibrate_sampler
     from entropix_jax.host.cluster import Cluster
     from entropix_jax.host.interrupts import deferred_interrupts
     from entropix_jax.lab.results import find_differences, name_trial, read_rows

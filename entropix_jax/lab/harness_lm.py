@@ -19,10 +19,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.generation import Generation
-from entropix_jax.engine.preparation import MIN_CAPACITY, bucket, calibrate_sampler
-from entropix_jax.engine.results import Request
+from entropix_jax.engine.api import Generation
+from entropix_jax.engine.calibrated import calibrate_sampler
+from entropix_jax.engine.loop import Engine
+from entropix_jax.engine.request import Request
+from entropix_jax.engine.shapes import MIN_CAPACITY, bucket
 from entropix_jax.errors import UserError, nearest
 from entropix_jax.host.cluster import Cluster
 from entropix_jax.host.integers import check_integer

@@ -11,9 +11,10 @@ import numpy as np
 
 from entropix_jax.batch.output import Store
 from entropix_jax.batch.records import Record, content_hash
-from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.preparation import CalibratedSampler, calibrate_sampler
-from entropix_jax.engine.results import Request, Row
+from entropix_jax.engine.calibrated import CalibratedSampler, calibrate_sampler
+from entropix_jax.engine.loop import Engine
+from entropix_jax.engine.request import Request
+from entropix_jax.engine.results import Row
 from entropix_jax.engine.state import Recording
 from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.errors import UserError
@@ -54,17 +55,17 @@ def measure(
     """
     greedy = calibrate_sampler(load_sampler("greedy"), model)
     answering = 0
-    ready: deque[Iterator[Row]] = deque()  # continuations that have not begun
+    ready: deque[Iterator[Request]] = deque()  # continuations that have not begun
 
-    def rows() -> Iterator[Request | Row | None]:
+    def requests() -> Iterator[Request | None]:
         nonlocal answering
         asked = _requests(engine, questions, store, greedy)
         while True:
             if ready:
-                if (row := next(ready[0], None)) is None:
+                if (request := next(ready[0], None)) is None:
                     ready.popleft()
                 else:
-                    yield row
+                    yield request
             elif (request := next(asked, None)) is not None:
                 answering += 1
                 yield request
@@ -73,7 +74,7 @@ def measure(
             else:
                 return
 
-    for event in engine.run(rows()):
+    for event in engine.run(requests()):
         row, tag = event.row, event.row.request.tag
         if row.finish_reason is None:
             continue
@@ -160,7 +161,7 @@ class _Answer:
             self.alternatives.append(chances if self.is_sampled and len(chances) > 1 else {})
         self.missing = len(row.tokens) + sampling.number * sum(map(len, self.alternatives))
 
-    def continuations(self, greedy: CalibratedSampler, sampling: Sampling) -> Iterator[Row]:
+    def continuations(self, greedy: CalibratedSampler, sampling: Sampling) -> Iterator[Request]:
         """Yields the rows of all continuations, from the last token to the first: then each row's
         text, without its forced token, is in the cache of an earlier row."""
         assert self.row is not None
@@ -175,12 +176,12 @@ class _Answer:
 
     def _continue(
         self, index: int, token_id: int, sampler: CalibratedSampler, name: str, seed: int
-    ) -> Row:
+    ) -> Request:
         """The row that has another token at an index. Its random numbers are a function of the
         seed, the item, the index, the token and the name."""
         assert self.row is not None
         asked = self.row.request
-        request = Request(
+        return Request(
             asked.prompt,
             sampler,
             max_new_tokens=asked.max_new_tokens,
@@ -189,8 +190,9 @@ class _Answer:
             eos_ids=asked.eos_ids,
             stop=asked.stop,
             tag=_Continuation(self, index, token_id, name != "other"),
+            prefix=[(token, False) for token in self.row.tokens[:index]],
+            forced=[token_id],
         )
-        return Row(request, self.row.tokens[:index], ahead=[token_id])
 
     def add(self, tag: _Continuation, row: Row) -> None:
         """Takes a finished continuation."""

@@ -115,8 +115,8 @@ def _find_tasks(arguments: Arguments) -> list[Task]:
 def _measure(arguments: Arguments, tasks: Sequence[Task], sampler: Sampler, folder: Path) -> int:
     """Measures the tokens that the folder does not have. Returns the exit status."""
     from entropix_jax.batch.output import Store
-    from entropix_jax.engine.engine import Engine
-    from entropix_jax.engine.preparation import calibrate_sampler
+    from entropix_jax.engine.calibrated import calibrate_sampler
+    from entropix_jax.engine.loop import Engine
     from entropix_jax.host.interrupts import deferred_interrupts
     from entropix_jax.lab.outcomes import RECORDING, Sampling, measure
     from entropix_jax.lab.trials import read_questions

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from entropix_jax.batch.records import Record
-from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.preparation import CalibratedSampler, calibrate_sampler
-from entropix_jax.engine.results import Row
+from entropix_jax.engine.calibrated import CalibratedSampler, calibrate_sampler
+from entropix_jax.engine.loop import Engine
 from entropix_jax.errors import UserError
 from entropix_jax.lab.outputs import find_tasks
 from entropix_jax.lab.sweep import Calibrate, Sweep
@@ -121,7 +120,7 @@ class HostedTexts:
 
     def run(self, items: Iterator[Any], write: Callable[[Any, Any], None]) -> None:
         """Runs requests. A result is a text, and an error or None."""
-        own = (item and Row(replace(item, sampler=self._sampler, tag=item)) for item in items)
+        own = (item and replace(item, sampler=self._sampler, tag=item) for item in items)
         for event in self._engine.run(own):
             if event.row.finish_reason is not None:
                 write(event.row.request.tag, (event.row.text, event.row.error))

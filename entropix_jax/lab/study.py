@@ -24,7 +24,7 @@ from entropix_jax.batch.output import Store
 from entropix_jax.batch.records import Record, content_hash
 from entropix_jax.batch.spread import SpreadRun
 from entropix_jax.cli.status import ProgressView
-from entropix_jax.engine.preparation import CalibratedSampler
+from entropix_jax.engine.calibrated import CalibratedSampler
 from entropix_jax.errors import UserError
 from entropix_jax.host.cluster import Cluster
 from entropix_jax.lab.outputs import describe, find_best, find_tasks, write_json, write_output

@@ -14,11 +14,12 @@ from itertools import chain, count, islice
 from typing import Any, Protocol, SupportsFloat
 
 from entropix_jax.batch.records import Record, content_hash
-from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.preparation import CalibratedSampler, calibrate_sampler, encode_prompt
-from entropix_jax.engine.results import Request, Row
+from entropix_jax.engine.calibrated import CalibratedSampler, calibrate_sampler
+from entropix_jax.engine.loop import Engine
+from entropix_jax.engine.request import Request
 from entropix_jax.engine.search import Search, recording_for
 from entropix_jax.engine.state import Recording
+from entropix_jax.engine.tokens import encode_prompt
 from entropix_jax.errors import Note, UserError
 from entropix_jax.lab.measures import measure_row
 from entropix_jax.lab.sweep import NONE, ByTask, Setting, Sweep
@@ -247,7 +248,7 @@ class TrialRun:
     ) -> None:
         """Runs the trials without a result in the store. Calls `on_event` after each token. None
         stands for no trial yet, and ends the run if no row runs."""
-        for event in self.engine.run(self._rows(trials, store)):
+        for event in self.engine.run(self._requests(trials, store)):
             self.tokens += event.token is not None and not event.retracted
             search: Search = event.row.request.tag
             if search.advance(self.engine):
@@ -272,7 +273,7 @@ class TrialRun:
         except UserError as error:
             raise UserError(f"setting '{setting.name}': {error}") from None
 
-    def _rows(self, trials: Iterable[Trial | None], store: Results) -> Iterator[Row | None]:
+    def _requests(self, trials: Iterable[Trial | None], store: Results) -> Iterator[Request | None]:
         for trial in trials:
             if trial is None:
                 yield None
@@ -281,15 +282,15 @@ class TrialRun:
                 continue
             request = self._request(trial)
             search = trial.setting.method.search(request, trial.setting.forks)
-            rows = search.begin()
+            requests = search.begin(self.engine)
             try:
                 self.engine.check(request)
             except UserError as error:  # the prompt is too long
-                for row in rows:
+                for row in search.rows:
                     row.finish_reason, row.error = "error", str(error)
                 store.write(trial.record, make_result(trial, search, 0.0))
                 continue
-            yield from rows
+            yield from requests
 
     def _request(self, trial: Trial) -> Request:
         question = trial.question

@@ -36,7 +36,8 @@ class Choice:
         self._request = request
         self._offset = 0  # characters so far
         self._has_part = False
-        before = [token.forwards for token in request.rows[index].tokens] if request.rows else []
+        prefix = request.requests[index].prefix if request.requests else ()
+        before = [token.forwards for token, retracted in prefix if not retracted]
         self._forwards_before = max(before, default=0)  # of the row that this one continues
 
     def set_echo(self, scored: Sequence[ScoredToken]) -> None:
@@ -48,7 +49,7 @@ class Choice:
             texts = prompt.texts(self._tokenizer)
             logprobs = self._logprobs(zip(prompt.tokens, [None, *scored], texts, strict=True))
         self._offset = len(prompt.text)
-        end = None if self._request.rows else "length"
+        end = None if self._request.requests else "length"
         self.echo = {"index": self.index, "text": prompt.text, "logprobs": logprobs}
         self.echo["finish_reason"] = end
 
@@ -100,7 +101,7 @@ class Choice:
             own["row"] = self.row_id
         self._has_part = True
         if reason is not None:
-            seed = self._request.rows[self.index].request.seed
+            seed = self._request.requests[self.index].seed
             own |= {"finish_reason": reason, "seed": seed}
         if (outcome := updates[-1].outcome) is not None:
             own |= self._search(outcome)

@@ -20,8 +20,8 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import Receive, Scope, Send
 
+from entropix_jax.engine.calibrated import CalibratedSampler
 from entropix_jax.engine.methods import METHODS
-from entropix_jax.engine.preparation import CalibratedSampler
 from entropix_jax.engine.results import Row, Rows
 from entropix_jax.engine.score import ScoredToken, score_tokens
 from entropix_jax.engine.search import Search
@@ -85,7 +85,8 @@ class Run:
     def __init__(self, worker: Worker, store: RowStore, answer: Answer, limit: float) -> None:
         """Submits the rows, and ends them after `limit` seconds."""
         loop, search = asyncio.get_running_loop(), answer.request.search
-        jobs: Sequence[Row | Search] = answer.request.rows if search is None else [search]
+        rows = [] if search is not None else [*map(worker.engine.new_row, answer.request.requests)]
+        jobs: Sequence[Row | Search] = rows if search is None else [search]
         self._worker, self._store, self._answer = worker, store, answer
         self._updates: asyncio.Queue[tuple[int, list[Update]]] = asyncio.Queue()
         soon: Any = loop.call_soon_threadsafe
@@ -93,7 +94,7 @@ class Run:
         worker.submit(self._tickets)
         self._keeps = answer.request.body.entropix.keep
         if self._keeps and search is None:
-            for choice, row in zip(answer.choices, answer.request.rows, strict=False):
+            for choice, row in zip(answer.choices, rows, strict=False):
                 choice.row_id = store.put(row)
                 choice.row_ids = [choice.row_id]
         self._loop = loop
@@ -170,8 +171,10 @@ class Api:
             raise ApiError("entropix.keep: this server keeps no rows (--keep)", param="entropix")
         method = choose_method(self._served, common, slots=self._worker.slots, keeps=keeps)
         checked = await self._check(common)
+        if checked.requests:
+            self._check_programs(checked.sampler)
         if method is not None:
-            checked = replace(checked, search=method[0].search(checked.rows[0].request, method[1]))
+            checked = replace(checked, search=method[0].search(checked.requests[0], method[1]))
         answer = Answer(self._served, checked, body.warnings)
         form = ResponseForm(body, answer.id) if isinstance(body, Responses) else None
         return await unless_gone(request, self._respond(answer, form))
@@ -185,6 +188,21 @@ class Api:
             return await asyncio.to_thread(completion_request, self._served, body)
         row = self._store.get(place.row).row
         return await asyncio.to_thread(continuation_request, self._served, body, row)
+
+    def _check_programs(self, sampler: CalibratedSampler) -> None:
+        """Raises ApiError if a sampler's programs are not in the server's list (400), or not yet
+        compiled (503)."""
+        programs, used = self._worker.engine.programs, sampler.parts.used
+        if not programs.sets:
+            return
+        if (found := programs.set_of(used)) is None:
+            name = min(used - programs.sets[-1])
+            message = f"entropix.sampler: this server has no program with '{name}' (--presets)"
+            raise ApiError(message, param="entropix.sampler")
+        if not programs.has(found):
+            count = f"{programs.counts[1]} are left"
+            reason = f"the programs of sampler '{sampler.name}' are being compiled, {count}"
+            raise try_again(reason, 30, code="compiling")
 
     async def _respond(self, answer: Answer, form: ResponseForm | None) -> Response:
         """Runs the rows of an answer. `form` converts it to the Responses API."""
@@ -315,7 +333,7 @@ class Api:
         own = {
             "context": served.context,
             "sampler": served.sampler.name,
-            "samplers": preset_names(),
+            "samplers": preset_names() if served.presets is None else [*served.presets],
             "methods": {name: method.choice for name, method in METHODS.items()},
             "top": served.top,
             "keep": self._store.capacity,
@@ -333,12 +351,15 @@ class Api:
         """`GET /metrics`, in Prometheus' text form."""
         worker = self._worker
         running, waiting = worker.stats()
+        compiled, queued = worker.engine.programs.counts
         ahead = max(running - worker.slots, 0)  # rows that the engine has fetched ahead
         values = {
             "slots": worker.slots,
             "slots_running": running - ahead,
             "queue_waiting": waiting + ahead,
             "kept_tokens": self._store.size,
+            "programs_compiled": compiled,
+            "programs_waiting": queued,
             "retracted_total": worker.retracted,
             "engine_failures_total": worker.failures,
             **{f'tokens_total{{regime="{name}"}}': worker.tokens[name] for name in REGIMES},

@@ -1,8 +1,9 @@
 """`entropix-jax serve`: a resident model with an OpenAI-compatible API."""
 
-import logging
+import os
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import SIGINT, SIGTERM
@@ -21,15 +22,18 @@ from entropix_jax.cli.options import (
     option,
 )
 from entropix_jax.cli.status import StatusLine
-from entropix_jax.errors import UserError, check_range, require
+from entropix_jax.errors import UserError, check_range, nearest, require
 from entropix_jax.host.interrupts import deferred_interrupts, exit_at_once
 
 if TYPE_CHECKING:
+    from entropix_jax.engine.programs import Programs
     from entropix_jax.sampler.sampler import Sampler
     from entropix_jax.serve.request import ServedModel
 
 _LOOK = 0.04  # seconds of a chunk of steps
+_STATUS_SECONDS = 0.1
 _LARGEST = 2**31 - 1
+_presets = tyro.conf.arg(metavar="NAME ...", help_behavior_hint="")
 _origins = tyro.conf.arg(metavar="ORIGIN ...", help_behavior_hint="")
 
 
@@ -62,9 +66,11 @@ class Arguments:
     keep: Count = 32768
     """Total tokens of retained rows, which can be continued later. 0 retains no rows and records no
     attention entropies of layers."""
+    presets: Annotated[tuple[str, ...], _presets] = ()
+    """Presets that requests may name (default: all). Their programs are compiled after the server's
+    own. Requests that need them get status 503 until then."""
     cold: Flag = False
-    """Accept requests at once. By default the programs for the default sampler, the API's sampling
-    options and the usual prompt lengths are compiled first."""
+    """Listen at once. By default the server's own programs are compiled first."""
     name: Annotated[str | None, option("NAME")] = None
     """Name of the model in the API (default: the model's own name, or its folder's)."""
     api_key_file: File = None
@@ -78,12 +84,14 @@ def run(arguments: Arguments) -> int:
     """Runs the command and returns its exit status."""
     # Mistakes in the options are reported before the model is loaded.
     require("serve", "pydantic", "starlette", "uvicorn")
+    from entropix_jax.engine.shapes import DECODE_WINDOW
+    from entropix_jax.sampler.files import is_preset, preset_names
     from entropix_jax.serve.guard import read_keys, read_origin
     from entropix_jax.serve.http import BACKLOG
 
     check_range("--port", arguments.port, 0, 65535)
     check_range("--slots", arguments.slots, 1)
-    check_range("--context", arguments.context, 4)
+    check_range("--context", arguments.context, DECODE_WINDOW)  # one window of the programs
     check_range("--queue", arguments.queue, 0)
     check_range("--keep", arguments.keep, 0)
     check_range("--top-logprobs", arguments.top_logprobs, 0, 20)
@@ -94,6 +102,9 @@ def run(arguments: Arguments) -> int:
         "origins": [*map(read_origin, arguments.allow_origin)],
         "keys": [] if arguments.api_key_file is None else read_keys(Path(arguments.api_key_file)),
     }
+    for name in arguments.presets:
+        if not is_preset(name):
+            raise UserError(f"--presets: no preset '{name}'{nearest(name, preset_names())}")
     sampler = arguments.model.choose_sampler()
     place = (arguments.host, arguments.port)
     family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
@@ -112,11 +123,10 @@ def _serve(
     """Serves the model until a signal comes."""
     import asyncio
 
-    from entropix_jax.engine.engine import Engine
+    from entropix_jax.engine.loop import Engine
     from entropix_jax.engine.state import Recording
     from entropix_jax.serve.app import make_app
     from entropix_jax.serve.http import HttpServer
-    from entropix_jax.serve.warm_up import warm_up
     from entropix_jax.serve.worker import Worker
 
     keeps = arguments.keep > 0
@@ -127,8 +137,7 @@ def _serve(
         capacity=served.context,
         recording=recording,
         look=_LOOK,
-        widest=True,
-        background=True,
+        listed=served.list_programs(),
     )
     worker = Worker(engine, slots=arguments.slots, queue=arguments.queue)
     app = make_app(served, worker, limit=arguments.time_limit, keep=arguments.keep, **access)
@@ -140,17 +149,6 @@ def _serve(
         exit_at_once()  # at the next signal
 
     async def serve() -> None:
-        if not arguments.cold:
-            status, message = StatusLine(), "compiling the usual programs (minutes, once)"
-            if not status.enabled:
-                print(f"{message} ...", file=sys.stderr)
-            try:
-                await warm_up(served, worker, lambda name: status.show(f"{message}: {name} ..."))
-            finally:
-                status.clear()
-        log = logging.getLogger("entropix_jax.engine.programs")
-        log.addHandler(logging.StreamHandler())
-        log.setLevel(logging.INFO)
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         if not server.should_exit:
@@ -158,17 +156,42 @@ def _serve(
             print(ready, file=sys.stderr, flush=True)
         await server.serve([listener])
 
+    programs = engine.programs
     worker.start()
     with deferred_interrupts(stop, (SIGINT, SIGTERM)):
-        asyncio.run(serve())
-        worker.close()
+        try:
+            engine.compile()
+            if not arguments.cold:
+                _await_programs(programs, lambda: server.should_exit)
+            asyncio.run(serve())
+        finally:
+            worker.close()
+            programs.close()
+    if programs.counts[1]:  # the compiler cannot be interrupted
+        sys.stderr.flush()
+        os._exit(EXIT_OK)
     return EXIT_OK
+
+
+def _await_programs(programs: "Programs", stops: Callable[[], bool]) -> None:
+    """Waits for the programs without which no request can run. UserError if one fails to compile,
+    whose reason it has."""
+    status, message = StatusLine(), "compiling the usual programs (minutes, once)"
+    if not status.enabled:
+        print(f"{message} ...", file=sys.stderr)
+    try:
+        while (key := programs.missing()) is not None and not stops():
+            status.show(f"{message}: {key} ...")
+            programs.wait(key, _STATUS_SECONDS)
+    finally:
+        status.clear()
 
 
 def _load(arguments: Arguments, sampler: "Sampler") -> "ServedModel":
     """Loads the model after a check of memory, and resolves the sampler for it."""
-    from entropix_jax.engine.engine import shared_lanes
-    from entropix_jax.engine.preparation import calibrate_sampler
+    from entropix_jax.engine.calibrated import calibrate_sampler
+    from entropix_jax.engine.loop import shared_lanes
+    from entropix_jax.sampler.mechanisms import MECHANISMS
     from entropix_jax.serve.request import ServedModel
 
     name = model_name(arguments.model.model)
@@ -179,4 +202,8 @@ def _load(arguments: Arguments, sampler: "Sampler") -> "ServedModel":
         print(f"note: {note}", file=sys.stderr)
     if arguments.name is None and Path(name).exists():
         name = Path(name).resolve().name  # clients do not see its folder
-    return ServedModel(arguments.name or name, model, sampler, context, arguments.top_logprobs)
+    own = [mechanism.name for mechanism in sampler.mechanisms[len(MECHANISMS) :]]
+    if own:
+        print(f"note: compiled with the presets: {', '.join(own)}", file=sys.stderr)
+    presets, top = arguments.presets or None, arguments.top_logprobs
+    return ServedModel(arguments.name or name, model, sampler, context, top, presets)

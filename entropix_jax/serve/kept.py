@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from entropix_jax.engine.results import Request, Row
-from entropix_jax.engine.running import check_place, check_request
+from entropix_jax.engine.request import Request, check_request
+from entropix_jax.engine.results import Row
+from entropix_jax.engine.row import check_place
 from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.serve.schema import ApiError
@@ -112,15 +113,15 @@ def continue_row(
     first: Sequence[int] = (),
     *,
     capacity: int | None = None,
-) -> Row:
-    """Returns a new row that continues after the first `position` tokens of another one, with the
-    tokens `first` next.
+) -> Request:
+    """Returns the request of a new row that continues after the first `position` tokens of another
+    one, with the tokens `first` next.
 
     Nothing is decided between the tokens of a thought or a branch. There, without `first`, the rest
     of it is repeated before the row continues.
 
     Args:
-        request: of the new row. Its budget counts from the prompt.
+        request: the new row's, without a prefix. Its budget counts from the prompt.
         capacity: the cache positions of a row.
 
     Raises:
@@ -133,27 +134,24 @@ def continue_row(
         message = f"position: the row has {len(places)} tokens, not {position}"
         raise ApiError(message, param="entropix.from")
     rest = [] if first else _unit_rest([log[at][0] for at in places], position)
-    new = Row(request, number=row.number)
-    if position == len(places):
-        new.finish_reason = row.finish_reason
-    new.log = [(replace(t), gone) for t, gone in log[: places[position - 1] + 1 if position else 0]]
-    new.tokens = [token for token, retracted in new.log if not retracted]
-    new.retracted_tokens = [token for token, retracted in new.log if retracted]
-    if rest and new.tokens and rest[0].action == "branch" and rest[-1].state is not None:
-        # The forwards of the branches are counted when they end.
-        state, end = new.tokens[-1].state, rest[-1].state
-        assert state is not None
-        new.tokens[-1].state = replace(
-            state, states={**state.states, "branch": end.states["branch"]}
-        )
-    start = len(request.prompt) + position
-    new.chosen = range(start, start + len(first))
     budget = check_request(model, request, capacity)
-    check_place(new, budget)
-    ahead = [*first] or [token.token_id for token in rest]
-    new.ahead = ahead[: budget - position]
-    new.ahead_action = rest[0].action if rest else "inject"
-    return new
+    check_place(row, budget, len(request.prompt) + position)
+    end = places[position - 1] + 1 if position else 0
+    prefix = [(replace(token), retracted) for token, retracted in log[:end]]
+    if rest and prefix and rest[0].action == "branch" and rest[-1].state is not None:
+        # The forwards of the branches are counted when they end.
+        last, counted = prefix[-1][0], rest[-1].state.states["branch"]
+        assert last.state is not None
+        last.state = replace(last.state, states={**last.state.states, "branch": counted})
+    forced = [*first] or [token.token_id for token in rest]
+    return replace(
+        request,
+        number=row.number,
+        prefix=prefix,
+        forced=forced[: budget - position],
+        action=rest[0].action if rest else "inject",
+        chosen=bool(first),
+    )
 
 
 def _unit_rest(tokens: Sequence[TokenRecord], position: int) -> Sequence[TokenRecord]:

@@ -4,17 +4,19 @@ import json
 import re
 import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
+from entropix_jax.engine.calibrated import CalibratedSampler, calibrate_sampler
+from entropix_jax.engine.listed import ProgramList
 from entropix_jax.engine.methods import find_method
-from entropix_jax.engine.preparation import CalibratedSampler, calibrate_sampler, describe_token
-from entropix_jax.engine.results import Request, Row
-from entropix_jax.engine.running import check_request, find_no_token
+from entropix_jax.engine.request import Request, check_request
+from entropix_jax.engine.results import Row
 from entropix_jax.engine.search import Method, Search, recording_for
+from entropix_jax.engine.tokens import describe_token, find_no_token
 from entropix_jax.errors import UserError, nearest
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.files import is_preset, preset_names
@@ -44,6 +46,9 @@ _SETTINGS = {
     "min_p": "base.min_p",
     "repetition_penalty": "repetition.penalty",
 }
+# Values with which each option of the API acts.
+_OPTIONS = {"repetition.frequency": 1e-6, "repetition.presence": 1e-6, "repetition.penalty": 1.01}
+_OPTIONS |= {"base.top_k": 1, "base.min_p": 0.1, "base.top_p": 0.5}
 _SHAPES = {"temperature", "top_p", "top_k", "min_p"}  # keys that shape the distribution
 
 
@@ -56,6 +61,7 @@ class ServedModel:
         sampler: of requests without sampling options.
         context: cache positions of a row.
         top: maximum number of alternatives per token.
+        presets: whose mechanisms are compiled, None for all.
     """
 
     name: str
@@ -63,6 +69,22 @@ class ServedModel:
     sampler: Sampler
     context: int
     top: int
+    presets: Sequence[str] | None = None
+
+    def list_programs(self) -> ProgramList:
+        """Returns the list of the server's programs: first the mechanisms of its sampler and of the
+        API's options, then those of the presets and the user's own, too."""
+
+        def mechanisms_of(choices: Iterable[str | None]) -> frozenset[str]:
+            samplers = (self.choose_sampler(choice, _OPTIONS) for choice in choices)
+            return frozenset[str]().union(*(sampler.parts.used for sampler in samplers))
+
+        first = mechanisms_of((None, GREEDY, PLAIN))
+        every = first | mechanisms_of(preset_names() if self.presets is None else self.presets)
+        if own := self.sampler.mechanisms[len(MECHANISMS) :]:
+            every |= {mechanism.name for mechanism in own}
+            every |= {mechanism.name for mechanism in MECHANISMS if mechanism.may is not None}
+        return ProgramList(self.choose_sampler(), [*dict.fromkeys((first, every))])
 
     def check_name(self, name: str) -> None:
         """Raises ApiError (404) if a request names another model."""
@@ -149,17 +171,17 @@ class GenerationRequest:
 
     Attributes:
         prompts: each has `body.n` choices.
-        rows: of the choices, prompt by prompt. Empty if only prompts are repeated.
+        requests: of the choices, prompt by prompt. Empty if only prompts are repeated.
         sampler: of the rows, and of the prompts' scores.
         top: alternatives per token. None: no log-probabilities.
         chat: whether the answer is a chat completion.
         echo: whether the answer repeats the prompts.
-        search: runs in place of the only row.
+        search: runs in place of the only request.
     """
 
     body: Generating
     prompts: Sequence[Prompt]
-    rows: Sequence[Row]
+    requests: Sequence[Request]
     sampler: CalibratedSampler
     top: int | None
     chat: bool = False
@@ -233,7 +255,8 @@ def completion_request(served: ServedModel, body: Completion) -> GenerationReque
 
 
 def continuation_request(served: ServedModel, body: Completion, row: Row) -> GenerationRequest:
-    """Returns a row that continues a kept one, whose options it has unless the request has others.
+    """Returns the request of a row that continues a kept one, whose options it has unless the body
+    has others.
 
     Raises:
         ApiError: options exclude each other.
@@ -262,7 +285,7 @@ def continuation_request(served: ServedModel, body: Completion, row: Row) -> Gen
     new = continue_row(
         served.model, row, request, place.position, place.token, capacity=served.context
     )
-    read = [*old.prompt, *(token.token_id for token in new.tokens)]
+    read = [*old.prompt, *(token.token_id for token, retracted in new.prefix if not retracted)]
     return GenerationRequest(body, [Prompt(read)], [new], request.sampler, body.logprobs)
 
 
@@ -316,7 +339,7 @@ def _new_rows(
         stop=body.stop,
         messages=messages,
     )
-    rows: list[Row] = []
+    requests: list[Request] = []
     # Ids count a prompt's choices, so equal prompts of a request draw differently, and a prompt's
     # choices do not depend on its place in the list.
     seen: Counter[tuple[int, ...]] = Counter()
@@ -324,10 +347,11 @@ def _new_rows(
         for choice in range(body.n if budget else 0):
             row_id = body.entropix.id or str(seen[tuple(prompt.tokens)])
             seen[tuple(prompt.tokens)] += 1
-            rows.append(Row(replace(common, prompt=prompt.tokens, row_id=row_id), number=choice))
-    for row in rows[:: body.n]:
-        check_request(served.model, row.request, served.context)
-    return GenerationRequest(body, prompts, rows, common.sampler, top, chat, echo)
+            own = replace(common, prompt=prompt.tokens, row_id=row_id, number=choice)
+            requests.append(own)
+    for one in requests[:: body.n]:
+        check_request(served.model, one, served.context)
+    return GenerationRequest(body, prompts, requests, common.sampler, top, chat, echo)
 
 
 def _check_top(served: ServedModel, top: int | None, name: str) -> None:

@@ -11,7 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.loop import Engine
+from entropix_jax.engine.request import Request
 from entropix_jax.engine.results import Event, Piece, Row
 from entropix_jax.engine.search import Outcome, Search
 from entropix_jax.engine.trace import TokenRecord
@@ -64,7 +65,7 @@ class Worker:
 
     `tokens` counts the committed tokens by regime, `retracted` the retracted ones, `finished` the
     rows by finish reason, `failures` the restarts of the engine. Other threads may use
-    `compiling` of the `engine`, nothing else.
+    `new_row` and `programs` of the `engine`, nothing else.
     """
 
     def __init__(self, engine: Engine, *, slots: int, queue: int) -> None:
@@ -142,12 +143,6 @@ class Worker:
         """Whether nothing runs or waits."""
         return self.stats() == (0, 0) and all(job.done() for job in self._jobs)
 
-    def forget(self) -> None:
-        """Resets the counts. Nothing runs."""
-        self.tokens.clear()
-        self.finished.clear()
-        self.retracted = 0
-
     def refuse(self) -> None:
         """Rejects new requests; running ones finish. A signal handler may call it."""
         self._closing = True
@@ -186,8 +181,8 @@ class Worker:
             self._cancelled.clear()
         self._tell()
 
-    def _source(self) -> Iterator[Row | None]:
-        """Yields the rows, None if none waits but others run. Blocks while nothing runs."""
+    def _source(self) -> Iterator[Request | None]:
+        """Yields the requests, None if none waits but others run. Blocks while nothing runs."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._running or self._closing)
@@ -195,10 +190,12 @@ class Worker:
                     ticket = self._queue.popleft()
                     job = ticket.job
                     self._running[id(job)] = ticket
-                    self._begun.extend(job.begin() if isinstance(job, Search) else [job])
+                    if isinstance(job, Search):
+                        job.begin(self.engine)
+                    self._begun.extend(ticket.rows)
                 elif not self._running:
                     return
-            yield self._begun.popleft() if self._begun else None
+            yield self._begun.popleft().request if self._begun else None
 
     def _between(self) -> None:
         """Ends the cancelled rows and sends the updates of the chunk."""

@@ -22,7 +22,7 @@ import pytest
 import entropix_jax
 from entropix_jax.chat import session
 from entropix_jax.chat.session import Session
-from entropix_jax.engine.generation import Generation
+from entropix_jax.engine.api import Generation
 from entropix_jax.model import loading
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.text.tokenizer import Tokenizer

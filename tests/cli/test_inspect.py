@@ -15,8 +15,8 @@ import pytest
 
 from entropix_jax.__main__ import main
 from entropix_jax.engine import score as scoring
-from entropix_jax.engine.preparation import PREFILL_WINDOW
 from entropix_jax.engine.score import ScoredToken, score_tokens
+from entropix_jax.engine.shapes import PREFILL_WINDOW
 from entropix_jax.engine.state import Recording
 from entropix_jax.errors import UserError
 from entropix_jax.model import cache

@@ -171,9 +171,7 @@ def test_the_question_repeats_until_a_valid_answer(
     assert err.count("Enter for the model's choice") == questions
 
 
-def test_ctrl_c_at_a_question_ends_the_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ctrl_c_at_a_question_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     stops: list[int] = []
 
     class Keyboard:
@@ -316,9 +314,7 @@ def test_means() -> None:
     assert means([Row(unrun())]) == ""
 
 
-def test_the_status_line_is_erased_before_the_text(
-    terminal: Callable[..., Screen],
-) -> None:
+def test_the_status_line_is_erased_before_the_text(terminal: Callable[..., Screen]) -> None:
     """The status line is not shown again in the middle of a line of text."""
     screen = terminal(NO_COLOR="1", COLUMNS="80")
     status = StatusLine()

@@ -15,8 +15,8 @@ import pytest
 
 import entropix_jax
 from entropix_jax import Recording, UserError
-from entropix_jax.engine.preparation import encode_prompt
 from entropix_jax.engine.results import Rows
+from entropix_jax.engine.tokens import encode_prompt
 from entropix_jax.host import memory as free_memory
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.lab.tasks.registry import find_task

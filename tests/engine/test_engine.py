@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,18 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entropix_jax.engine import engine as module
-from entropix_jax.engine import prompts
-from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.prefill import prefill
-from entropix_jax.engine.results import Event, Request, Row
-from entropix_jax.engine.running import check_request
+from entropix_jax.engine import shapes
+from entropix_jax.engine.loop import Engine
+from entropix_jax.engine.request import Request, check_request
+from entropix_jax.engine.results import Event, Row
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
 from tests.support.model_folders import poisoned
-from tests.support.runs import Spec, ids_of, is_same, requests, set_pace
+from tests.support.runs import Spec, ids_of, is_same, prefills, requests, run_rows, set_pace
 from tests.support.samplers import LITERAL
 
 CAPACITY = 512
@@ -43,17 +40,9 @@ def request_of(
 def run(
     model: LanguageModel, wanted: Sequence[Request], slots: int = SLOTS
 ) -> tuple[Engine, list[Row], list[Event]]:
-    """Runs requests, and fails after 1000 chunks, since the engine is then stuck."""
     engine = Engine(model, slots=slots, capacity=CAPACITY)
-    dispatch, chunks = engine._dispatch, itertools.count()
-
-    def counted() -> Any:
-        assert next(chunks) < 1000, "stuck"
-        return dispatch()
-
-    engine._dispatch = counted  # type: ignore[method-assign]
-    rows = [Row(request, number=number) for number, request in enumerate(wanted)]
-    return engine, rows, list(engine.run(rows))
+    rows = [*map(engine.new_row, wanted)]
+    return engine, rows, list(engine.run(wanted))
 
 
 def records(row: Row) -> list[dict[str, Any]]:
@@ -103,12 +92,11 @@ def test_results_depend_on_neither_other_rows_nor_slots(
     engine, forward, _ = run(tiny, wanted)
     assert all(0 < (row.started or 0) <= (row.first_token or 0) for row in forward)
     _, backward, _ = run(tiny, wanted[::-1])
-    left: Any = engine.run([Row(request) for request in mixed(tiny, 9)])
+    left: Any = engine.run(mixed(tiny, 9))
     next(left)
     engine.stop()
     left.close()
-    once_more = [Row(request, number=number) for number, request in enumerate(wanted)]
-    list(engine.run(once_more))
+    once_more = run_rows(engine, wanted)
     for one, *others in zip(forward, backward[::-1], once_more, strict=True):
         for other in others:
             assert ids_of(one) == ids_of(other), one.number
@@ -138,13 +126,7 @@ def test_a_shared_prompt_is_prefilled_once(
 ) -> None:
     """A prompt has more rows than there are slots, so some start while another is far ahead."""
     prompt = texts(tiny)[1]
-    calls = []
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return prefill(*args, **kwargs)
-
-    monkeypatch.setattr(prompts, "prefill", counted)
+    calls = prefills(monkeypatch)
     wanted = [request_of(tiny, prompt, f"row {i}", 5 if i else 60, "top-p") for i in range(8)]
     _, together, _ = run(tiny, wanted)
     assert len(calls) == 1
@@ -182,7 +164,7 @@ def test_a_row_past_its_stop_string_does_not_block_others(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device runs it to its budget, which fills the window, before the host sees the text."""
-    monkeypatch.setattr(module, "DECODE_WINDOW", 64)
+    monkeypatch.setattr(shapes, "DECODE_WINDOW", 64)
     set_pace(monkeypatch, 32)
     long, short = texts(tiny)[0], texts(tiny)[4][:2]
     budget = 65 - len(long)
@@ -209,7 +191,7 @@ def test_a_row_past_its_stop_string_does_not_block_others(
 def test_a_row_that_fails_at_the_window_end_does_not_block_others(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "DECODE_WINDOW", 64)
+    monkeypatch.setattr(shapes, "DECODE_WINDOW", 64)
     good, bad = texts(tiny)[0][:2]
     params = replace(poisoned(bad)(tiny.params), head=tiny.params.embedding)
     model = replace(tiny, params=params)

@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 
+from entropix_jax.engine import api as runs
 from entropix_jax.engine import decode
-from entropix_jax.engine import engine as module
-from entropix_jax.engine import generation as runs
+from entropix_jax.engine import programs as module
 from entropix_jax.engine.api import generate, stream
-from entropix_jax.engine.preparation import MAX_STEPS, MAX_TOP, encode_prompt
+from entropix_jax.engine.records import MAX_TOP
 from entropix_jax.engine.results import Row
+from entropix_jax.engine.shapes import MAX_STEPS
 from entropix_jax.engine.state import Recording
+from entropix_jax.engine.tokens import encode_prompt
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.names import BOXES

@@ -15,11 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.engine import engine as module
-from entropix_jax.engine import prompts
-from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.prefill import prefill
-from entropix_jax.engine.results import Event, Request, Row, Rows
+from entropix_jax.engine.calibrated import calibrate_sampler
+from entropix_jax.engine.loop import Engine
+from entropix_jax.engine.request import Request
+from entropix_jax.engine.results import Event, Row, Rows
 from entropix_jax.engine.slots import Layout, empty_slots, share_prefix
 from entropix_jax.engine.state import Recording
 from entropix_jax.engine.trace import TokenRecord, header
@@ -31,16 +30,15 @@ from entropix_jax.replay import read_trace, replay
 from entropix_jax.replay.model import ModelReader
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import MAX_WIDTH
+from tests.support import runs
 from tests.support.meshes import collectives_of, mesh_of_two
 from tests.support.models import tiny_config
-from tests.support.runs import Spec, calibrated, ids_of, is_same, requests, set_pace
+from tests.support.runs import Spec, as_requests, ids_of, is_same, requests, run_rows, set_pace
 from tests.support.samplers import EVERYTHING, LITERAL, params_of
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "eager.py"
 SLOTS, CAPACITY = 4, 512  # as in `test_engine`
 RECORDING = Recording(top=2, state=True)
-LONGEST = 96  # tokens of a text
 FULL = load_sampler(LITERAL).with_values({**EVERYTHING, "loop.max_period": 0})
 SAMPLERS = {"full": FULL, "min-p": load_sampler("min-p"), "mirostat": load_sampler("mirostat")}
 PROMPTS = ("Once upon a time", "Mia has 12 apples", "On Sunday", "The capital of")
@@ -62,7 +60,7 @@ def drive(
     """Runs rows and calls `look` after each event. Returns them in order of first events."""
     engine = Engine(model, slots=SLOTS, capacity=CAPACITY, recording=RECORDING)
     rows: list[Row] = []
-    for event in engine.run(wanted):
+    for event in engine.run(as_requests(engine, wanted)):
         if not any(row is event.row for row in rows):
             rows.append(event.row)
         look(engine, event)
@@ -76,8 +74,8 @@ def fresh_rows(
     """Runs rows that continue from given tokens, after a number of rewinds, without any moves. A
     row that branches comes first, so that all runs use one program."""
     taken = [
-        Row(request, [replace(t, row=i) for t in tokens], number=i, rewinds=rewinds)
-        for i, (request, tokens, rewinds) in enumerate(rows, 1)
+        Row(replace(request, prefix=[(token, False) for token in tokens]), rewinds=rewinds)
+        for request, tokens, rewinds in rows
     ]
     drive(model, [Row(request_of(model, "first")), *taken])
     return taken
@@ -150,8 +148,7 @@ def test_a_row_continues_from_any_of_its_tokens(tiny: LanguageModel, whole: list
 
 def test_recording_states_does_not_change_results(tiny: LanguageModel, whole: list[Row]) -> None:
     engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=Recording(top=2))
-    rows = [Row(row.request, number=row.number) for row in whole]
-    list(engine.run(rows))
+    rows = run_rows(engine, [row.request for row in whole])
     for row, other in zip(rows, whole, strict=True):
         assert row.tokens == other.tokens
         assert all(token.state is None for token in row.tokens)
@@ -231,13 +228,7 @@ def test_cached_tokens_are_not_prefilled_again(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forks and rewound rows use the cache of any slot. Tokens in no cache are prefilled."""
-    calls = []
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return prefill(*args, **kwargs)
-
-    monkeypatch.setattr(prompts, "prefill", counted)
+    calls = runs.prefills(monkeypatch)
 
     def look(engine: Engine, event: Event) -> None:
         row = event.row
@@ -308,14 +299,13 @@ def test_invalid_moves_are_rejected(tiny: LanguageModel) -> None:
 
     drive(tiny, [row], look)
     refused("is not one of a run in progress", engine.rewind, row, first)
-    for event in engine.run([Row(row.request)]):  # without states
+    for event in engine.run([row.request]):  # without states
         if event.row.tokens:
             refused(r"use Recording\(state=True\)", engine.fork, event.row, 1)
             break
     with pytest.raises(UserError, match="no budget left"):
-        drive(tiny, [Row(row.request, row.tokens)])
-    longer = Row(replace(row.request, max_new_tokens=20), row.tokens)
-    drive(tiny, [longer])
+        drive(tiny, [replace(row.request, prefix=row.log)])
+    (longer,) = drive(tiny, [replace(row.request, max_new_tokens=20, prefix=row.log)])
     assert ids_of(longer)[:12] == ids_of(row)
     assert len(longer.tokens) == 20
 
@@ -324,7 +314,8 @@ def test_a_run_can_stop_while_forks_wait(tiny: LanguageModel) -> None:
     engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=RECORDING)
     row = Row(request_of(tiny, "x"))
     forks: list[Row] = []
-    for event in engine.run([row, *(request_of(tiny, str(i)) for i in range(6))]):
+    wanted = as_requests(engine, [row, *(request_of(tiny, str(i)) for i in range(6))])
+    for event in engine.run(wanted):
         if event.row is row and len(row.tokens) == 9:
             forks = engine.fork(row, 5)
             engine.stop()
@@ -354,9 +345,8 @@ def test_rows_move_between_devices(tiny: LanguageModel) -> None:
     again = fresh_rows(tiny, [(fork.request, fork.tokens[:8], 0) for fork in forks])
     for fork, other in zip(forks, again, strict=True):
         check_same(fork, other)
-    check_same(
-        rows[0], fresh_rows(tiny, [(rows[0].request, rows[0].tokens[:10], 1)])[0], forwards=False
-    )
+    (fresh,) = fresh_rows(tiny, [(rows[0].request, rows[0].tokens[:10], 1)])
+    check_same(rows[0], fresh, forwards=False)
 
 
 def test_devices_exchange_one_row_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,13 +373,13 @@ def forking(model: LanguageModel, row_id: str, width: int = 4) -> Request:
     values |= {"arms.mid": "branch", "branch.width": width, "branch.depth": 3}
     values |= {"branch.min_p": 0.0, "branch.top_p": 1.0, "branch.max_share": 1e6}
     values |= {"loop.max_period": 0}
-    sampler = calibrated(model, load_sampler(LITERAL).with_values(values))
+    sampler = calibrate_sampler(load_sampler(LITERAL).with_values(values), model)
     return replace(request_of(model, row_id, budget=12), sampler=sampler)
 
 
 def check_against_fresh_row(model: LanguageModel, row: Row, width: int = 4) -> None:
-    other = Row(row.request)
-    list(Engine(model, slots=2, capacity=CAPACITY, recording=RECORDING).run([other]))
+    engine = Engine(model, slots=2, capacity=CAPACITY, recording=RECORDING)
+    (other,) = run_rows(engine, [row.request])
     check_same(row, other)
     assert {len(token.branches) for token in row.tokens if token.branches} == {width}
 
@@ -404,7 +394,8 @@ def test_a_later_row_can_need_more_lanes(tiny: LanguageModel) -> None:
             yield None
         yield wide
 
-    list(Engine(tiny, slots=2, capacity=CAPACITY, recording=RECORDING).run(source()))
+    engine = Engine(tiny, slots=2, capacity=CAPACITY, recording=RECORDING)
+    list(engine.run(as_requests(engine, source())))
     check_against_fresh_row(tiny, narrow, width=2)
     check_against_fresh_row(tiny, wide)
 
@@ -426,7 +417,7 @@ def test_a_row_that_is_ended_frees_its_lanes(
         if asked == 1 + chunks:
             engine.end(rows[0])
 
-    list(engine.run(rows, between))
+    list(engine.run(as_requests(engine, rows), between))
     assert rows[0].finish_reason == "cancelled"
     assert len(rows[0].tokens) <= 3
     check_against_fresh_row(tiny, rows[1])
@@ -610,30 +601,3 @@ def test_a_source_may_yield_none(tiny: LanguageModel) -> None:
     assert {0, 2, 6, 10} <= {*told}
     assert not {3, 4, 5, 7, 8, 9} & {*told}
     assert list(engine.run(iter([None, request_of(tiny, "x")]))) == []
-
-
-def test_an_engine_for_the_widest_forks_is_not_widened(
-    tiny: LanguageModel, whole: list[Row], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The engine has all lanes from the start, although the first row never forks."""
-    lanes: list[int] = []
-    monkeypatch.setattr(module, "widen", None)
-    engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=RECORDING, widest=True)
-    wanted = [request_of(tiny, "first", "min-p", budget=4), whole[0].request]
-    rows = [Row(request, number=number) for number, request in enumerate(wanted)]
-    for _ in engine.run(rows):
-        lanes.append(engine._state.lanes)
-    assert {*lanes} == {MAX_WIDTH - 1}
-    assert any(token.branches for token in rows[1].tokens)
-    check_same(rows[1], whole[0])
-
-
-def test_memory_for_the_widest_forks_is_checked_at_once(
-    tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checked: list[int] = []
-    monkeypatch.setattr(module, "check_cache", lambda *_, slots, **__: checked.append(slots))
-    for slots in (4, 60):
-        for widest in (False, True):
-            Engine(tiny, slots=slots, capacity=CAPACITY, widest=widest)
-    assert checked == [4, 4 + 9, 60, 60 + 10]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from entropix_jax.engine import score as scoring
-from entropix_jax.engine.preparation import PREFILL_WINDOW
+from entropix_jax.engine.shapes import PREFILL_WINDOW
 from entropix_jax.errors import UserError
 from entropix_jax.lab.likelihood import log_likelihoods
 from entropix_jax.model.loading import LanguageModel, load

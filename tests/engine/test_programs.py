@@ -1,8 +1,9 @@
-"""Programs that compile in the background, while only the rows that need them wait."""
+"""A list of programs: each chunk takes the smallest compiled one that covers its rows."""
 
 from __future__ import annotations
 
-import threading
+import itertools
+import operator
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,106 +11,175 @@ from typing import Any
 
 import pytest
 
-from entropix_jax.engine import engine as module
-from entropix_jax.engine import prompts
-from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.preparation import calibrate_sampler
-from entropix_jax.engine.programs import Programs, decode_for_backend
+from entropix_jax.engine import loop, programs, prompts, shapes
+from entropix_jax.engine.calibrated import calibrate_sampler
+from entropix_jax.engine.decode import decode
+from entropix_jax.engine.listed import ProgramList
+from entropix_jax.engine.loop import Engine
+from entropix_jax.engine.prefill import prefill
+from entropix_jax.engine.programs import Programs, Steps, decode_for_backend
 from entropix_jax.engine.prompts import PromptReader
-from entropix_jax.engine.results import Request, Row
+from entropix_jax.engine.request import Request
+from entropix_jax.engine.results import Row
+from entropix_jax.engine.slots import answer, insert, share_prefix
+from entropix_jax.engine.state import Recording
+from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.settings import MAX_WIDTH
 from tests.support.model_folders import MAX_POSITIONS
-from tests.support.runs import ids_of
+from tests.support.runs import as_requests, ids_of
 
 WINDOW = 32
+FORKS = "branch-on-doubt"  # a sampler of these tests
+SETTINGS: dict[str, Any] = {f"arms.{name}": "branch" for name in ("lelv", "helv", "lehv", "hehv")}
+SETTINGS |= {"branch.max_share": 1e6, "branch.width": 2, "branch.depth": 2, "branch.min_p": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "DECODE_WINDOW", WINDOW)
 
 
 def row(model: LanguageModel, prompt: str, sampler: str, tokens: int, number: int = 0) -> Row:
-    calibrated = calibrate_sampler(load_sampler(sampler), model)
+    loaded = load_sampler("entropix" if sampler == FORKS else sampler)
+    loaded = loaded.with_values(SETTINGS) if sampler == FORKS else loaded
     ids = model.tokenizer.encode(prompt, add_bos=True)
-    return Row(Request(ids, calibrated, tokens, row_id=prompt), number=number)
+    calibrated = calibrate_sampler(loaded, model)
+    return Row(Request(ids, calibrated, tokens, row_id=prompt, number=number), number=number)
 
 
-def engine(model: LanguageModel, **options: Any) -> Engine:
-    options = {"slots": 2, "widest": True, **options}
-    return Engine(model, capacity=MAX_POSITIONS, **options)
+def listed_engine(model: LanguageModel, *samplers: str, slots: int = 2, **options: Any) -> Engine:
+    """Returns an engine with a set of mechanisms for each sampler and those before it."""
+    own = [row(model, "Once", name, 1).request.sampler for name in samplers]
+    used = (one.parts.used for one in own)
+    sets: list[frozenset[str]] = [*itertools.accumulate(used, operator.or_)]
+    listed = ProgramList(own[0], sets)
+    return Engine(model, slots=slots, capacity=MAX_POSITIONS, listed=listed, **options)
 
 
-def running(*rows: Row) -> bool:
-    return any(row.finish_reason is None for row in rows)
+def compiled(engine: Engine) -> Engine:
+    engine.compile()
+    while engine.programs.counts[1]:
+        engine.programs.wait(engine.programs._current, 1)
+    return engine
 
 
-def check_as_without_background(model: LanguageModel, rows: Sequence[Row]) -> None:
-    """Checks that the rows equal those of an engine that compiles in the foreground."""
-    there = [Row(one.request, number=one.number) for one in rows]
-    list(engine(model, slots=3).run(there))
+def run(engine: Engine, rows: Sequence[Row] | Iterator[Row | None]) -> None:
+    list(engine.run(as_requests(engine, rows)))
+
+
+def check_as_without_list(model: LanguageModel, rows: Sequence[Row]) -> None:
+    """Checks that the rows equal those of an engine without a list."""
+    there = [Row(one.request) for one in rows]
+    run(Engine(model, slots=3, capacity=MAX_POSITIONS), there)
     assert [row.finish_reason for row in rows] == ["length"] * len(rows)
     assert [*map(ids_of, rows)] == [*map(ids_of, there)]
 
 
-def test_other_rows_do_not_wait(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row outgrows its window, another needs a sampler without a program, and the third one has
-    its program."""
-    monkeypatch.setattr(module, "DECODE_WINDOW", WINDOW)
-    gate = threading.Event()
-    compile_ = Programs._compile
+def used_programs(monkeypatch: pytest.MonkeyPatch) -> list[Steps]:
+    """Returns the keys of the chunks from here on."""
+    keys: list[Steps] = []
+    run_steps = Programs.run_steps
 
-    def held_back(self: Programs) -> None:
-        gate.wait(120)
-        compile_(self)
+    def noted(self: Programs, key: Steps, *arguments: Any) -> Any:
+        keys.append(key)
+        return run_steps(self, key, *arguments)
 
-    asked = [("Once", "greedy", 90), ("Guests:", "mirostat", 8), ("Anna", "greedy", 8)]
-    here = [row(model, *one, number=i) for i, one in enumerate(asked)]
-    first = engine(model, slots=3, background=True)
+    monkeypatch.setattr(Programs, "run_steps", noted)
+    return keys
 
-    def source() -> Iterator[Row | None]:
-        yield here[0]
-        while len(here[0].tokens) < 4:
-            yield None
-        # From here on, nothing compiles until the third row has ended.
-        monkeypatch.setattr(Programs, "_compile", held_back)
-        yield here[1]
-        yield here[2]
-        while running(*here):
-            if not running(here[2]):
-                gate.set()
-            yield None
 
-    order = [event.row.number for event in first.run(source())]
-    # The third row ended before the second began, although that one was there first.
-    assert order.index(1) > max(i for i, number in enumerate(order) if number == 2)
-    check_as_without_background(model, here)
+def test_a_listed_engine_compiles_nothing_later(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All programs are compiled at the start. Rows of both sets, with forks, growing windows and
+    copied prompts, use the smallest that covers them."""
+    engine = listed_engine(model, FORKS, "mirostat", slots=3)
+    jitted: Any = (decode, prefill, insert, share_prefix, answer)
+    made = [function._cache_size() for function in jitted]
+    monkeypatch.setattr(loop, "widen", None)  # all lanes exist
+    compiled(engine)
+    keys = used_programs(monkeypatch)
+    asked = [("Once", FORKS, 40), ("Anna", "mirostat", 9), ("Once", FORKS, 6)]
+    rows = [row(model, *one, number=i) for i, one in enumerate(asked)]
+    run(engine, rows)
+    assert [function._cache_size() for function in jitted] == made
+    first, second = engine.programs.sets
+    assert first < second
+    assert {key.used for key in keys} == {first, second}
+    assert {key.lanes for key in keys} == {False, True}
+    assert {key.window for key in keys} >= {WINDOW, 2 * WINDOW}
+    assert engine._layout.lanes == MAX_WIDTH - 1
+    assert any(len(token.branches or ()) == 2 for token in rows[0].tokens)
+    check_as_without_list(model, rows)
+
+
+def test_the_required_programs_run_all_rows(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The smallest and the largest program of the first set are compiled first. The largest serves
+    rows that do not fork, too. A row of the second set has no program yet."""
+    engine = listed_engine(model, FORKS, "mirostat")
+    with monkeypatch.context() as patch:
+        patch.setattr(Programs, "_compile", lambda self: None)
+        engine.compile()
+    queue, required = engine.programs._queue, engine.programs.required
+    assert {*itertools.islice(queue, len(required))} == {*required}
+    for key in required:
+        engine.programs._compiled[key] = queue[key]()
+    engine.programs.close()
+    assert engine.programs.missing() is None
+    first, second = engine.programs.sets
+    assert (engine.programs.has(first), engine.programs.has(second)) == (True, False)
+    keys = used_programs(monkeypatch)
+    rows = [row(model, "Once", "greedy", 50), row(model, "Anna", FORKS, 9, number=1)]
+    run(engine, rows)
+    assert {*keys} == {Steps(first, WINDOW), Steps(first, MAX_POSITIONS, True)}
+    check_as_without_list(model, rows)
+
+
+def test_a_program_that_fails(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Larger programs serve its rows. A set cannot run without its largest one. Rows that have
+    ended do not count for the next row's window."""
+
+    class Broken:
+        def lower(self, *arguments: Any, **static: Any) -> Any:
+            program = static["program"]
+            second = "mirostat" in program.parts.used
+            if program.window == (MAX_POSITIONS if second else 2 * WINDOW):
+                raise RuntimeError("no such luck\nmore")
+            return decode_for_backend().lower(*arguments, **static)
+
+    engine = listed_engine(model, "greedy", "mirostat")
+    with monkeypatch.context() as patch:
+        patch.setattr(programs, "decode_for_backend", Broken)
+        compiled(engine)
+    assert engine.programs.missing() is None
+    assert len(caplog.messages) == 2
+    assert all(line.endswith("failed, it is not used: no such luck") for line in caplog.messages)
+    with pytest.raises(UserError, match=r"compiling steps of .* failed: no such luck$"):
+        engine.programs.has(engine.programs.sets[1])
+    rows = [row(model, *one) for one in (("Once", "greedy", 50), ("Anna", "greedy", 50))]
+    rows.append(row(model, "Guests:", "greedy", 5))
+    run(engine, rows)
+    check_as_without_list(model, rows)
+
+
+def long_row(model: LanguageModel) -> Row:
+    """Returns a row whose prompt is read in parts."""
+    long = row(model, "Anna went to the market. " * 20, "greedy", 8, number=1).request
+    return Row(replace(long, prompt=long.prompt[:70]), number=1)
 
 
 def test_long_prompts_are_read_between_chunks(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other row continues between the parts of the prompt."""
-    monkeypatch.setattr(prompts, "chunk_size", lambda *arguments: 16)
-    long = row(model, "Anna went to the market. " * 20, "greedy", 8, number=1)
-    long = Row(replace(long.request, prompt=long.request.prompt[:70]), number=1)
-    here, run = [row(model, "Once", "greedy", 60), long], engine(model, background=True)
-
-    def source() -> Iterator[Row | None]:
-        yield here[0]
-        while len(here[0].tokens) < 4:
-            yield None
-        yield here[1]
-        while running(*here):
-            yield None
-
-    read = {run.read for event in run.run(source()) if event.row.number == 0}
-    # The first row got tokens after some parts of the prompt, but not all, were read.
-    assert len(read) >= 4
-    check_as_without_background(model, here)
-
-
-def test_prefill_time_does_not_change_the_pace(
-    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The time of a chunk that ends during a prefill is not used for pacing. Chunks would become
-    longer and longer otherwise, and a stream would pause for each."""
+    """The other row continues between the parts of the prompt. The time of a chunk that ends during
+    a prefill is not used for pacing. Chunks would become longer and longer otherwise, and a stream
+    would pause for each."""
     monkeypatch.setattr(prompts, "chunk_size", lambda *arguments: 16)
     read_part = PromptReader._read_part
 
@@ -125,74 +195,61 @@ def test_prefill_time_does_not_change_the_pace(
         engine._chunk_steps = 1
 
     monkeypatch.setattr(Engine, "_pace", pace)
-    first, second = row(model, "Once", "greedy", 60), row(model, "Anna " * 70, "greedy", 8, 1)
-    run = engine(model, background=True, look=0.02)
+    here = [row(model, "Once", "greedy", 60), long_row(model)]
+    engine = compiled(listed_engine(model, "greedy", look=0.02))
     start = 0
 
     def source() -> Iterator[Row | None]:
         nonlocal start
-        yield first
-        while len(first.tokens) < 4:
+        yield here[0]
+        while len(here[0].tokens) < 4:
             yield None
-        start = run.read
-        yield second
-        while running(second):
+        start = engine.read
+        yield here[1]
+        while not all(one.finish_reason for one in here):
             yield None
 
-    assert [*run.run(source())]
+    events = engine.run(as_requests(engine, source()))
+    read = {engine.read for event in events if event.row.number == 0}
+    # The first row got tokens after some parts of the prompt, but not all, were read.
+    assert len(read) >= 4
     assert len({*paced}) >= 2  # before and after
-    assert not [read for read in paced if start < read < run.read]
+    assert not [count for count in paced if start < count < engine.read]
+    check_as_without_list(model, here)
 
 
-def test_waiting_rows_can_be_ended(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that wait for a program are cancelled, or interrupted with the run."""
-    monkeypatch.setattr(Programs, "_compile", lambda self: None)
-    here = [row(model, "Once", "greedy", 5), row(model, "Guests:", "greedy", 5, number=1)]
-    run = engine(model, background=True)
-    asked = 0
-
-    def between() -> None:
-        nonlocal asked
-        asked += 1
-        if asked == 2:
-            (event,) = run.end(here[0])
-            assert event.row.finish_reason == "cancelled"
-        elif asked == 3:
-            run.stop()
-
-    assert list(run.run(iter([*here, None, None]), between)) == []
-    assert [event.row for event in run.interrupt()] == [here[1]]
-    assert [one.finish_reason for one in here] == ["cancelled", "interrupt"]
-
-
-@pytest.mark.parametrize("broken", ["sampler", "window"])
-def test_a_compiler_error_ends_only_the_row_that_needs_the_program(
-    model: LanguageModel, monkeypatch: pytest.MonkeyPatch, broken: str
+def test_rows_that_are_read_in_parts_can_be_ended(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One row needs a sampler whose program fails, or outgrows its window."""
-    monkeypatch.setattr(module, "DECODE_WINDOW", WINDOW)
-
-    class Broken:
-        def lower(self, *arguments: Any, **static: Any) -> Any:
-            program = static["program"]
-            wide, used = program.window > WINDOW, program.parts.used
-            if wide if broken == "window" else "mirostat" in used:
-                raise RuntimeError("no such luck")
-            return decode_for_backend().lower(*arguments, **static)
-
-    monkeypatch.setattr(module, "decode_for_backend", Broken)
-    sampler, tokens = ("greedy", 90) if broken == "window" else ("mirostat", 8)
-    lost, other = row(model, "Once", sampler, tokens), row(model, "Anna", "greedy", 20, number=1)
-    late = row(model, "Once", "greedy", 5, number=2)
+    """A row whose prompt is being read is cancelled, and its slot is used again."""
+    monkeypatch.setattr(prompts, "chunk_size", lambda *arguments: 16)
+    long = long_row(model)
+    here = [row(model, "Once", "greedy", 60), long, row(model, "Guests:", "greedy", 5, number=2)]
+    engine = compiled(listed_engine(model, "greedy"))
 
     def source() -> Iterator[Row | None]:
-        yield lost
-        yield other
-        while running(lost, other):
+        yield here[0]
+        while not here[0].tokens:  # texts that arrive together are read at once
             yield None
-        yield late
+        yield from here[1:]
 
-    list(engine(model, background=True).run(source()))
-    assert [one.finish_reason for one in (lost, other, late)] == ["error", "length", "length"]
-    assert str(lost.error).startswith("compiling steps of ")
-    assert bool(lost.tokens) == (broken == "window")
+    def between() -> None:
+        if engine._reading and long.finish_reason is None:
+            (event,) = engine.end(long)
+            assert event.row.finish_reason == "cancelled"
+
+    list(engine.run(as_requests(engine, source()), between))
+    assert [one.finish_reason for one in here] == ["length", "cancelled", "length"]
+    check_as_without_list(model, [here[0], here[2]])
+
+
+def test_memory_for_the_lanes_of_a_list_is_checked_at_once(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[int] = []
+    monkeypatch.setattr(loop, "check_cache", lambda *_, slots, **__: checked.append(slots))
+    for slots in (4, 60):
+        Engine(model, slots=slots, capacity=MAX_POSITIONS, recording=Recording())
+        for sampler in ("greedy", FORKS):
+            listed_engine(model, sampler, slots=slots)
+    assert checked == [4, 4, 4 + 9, 60, 60, 60 + 10]

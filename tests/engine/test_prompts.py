@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 
 from entropix_jax.engine import prompts as module
-from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.prefill import prefill
+from entropix_jax.engine.loop import Engine
+from entropix_jax.engine.programs import Programs, PromptPart
 from entropix_jax.engine.prompts import PromptReader
-from entropix_jax.engine.results import Request, Row
-from entropix_jax.engine.running import RunningRow
+from entropix_jax.engine.request import Request
+from entropix_jax.engine.results import Row
+from entropix_jax.engine.row import RunningRow
 from entropix_jax.engine.slots import Layout, empty_slots
-from entropix_jax.engine.state import DecodeState
+from entropix_jax.engine.state import DecodeState, Recording
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.sampler.presets import load_sampler
-from tests.support.runs import Spec, ids_of, is_same, requests, set_pace
+from tests.support.runs import Spec, ids_of, is_same, prefills, requests, set_pace
 from tests.support.samplers import LITERAL
 
 CAPACITY = 1024
@@ -40,7 +41,8 @@ class Arrivals:
             slot: RunningRow(Row(one, number=slot), model, CAPACITY)
             for slot, one in enumerate(wanted)
         }
-        self.reader = PromptReader(model, capacity=CAPACITY, keep=False)
+        programs = Programs(model, Recording())
+        self.reader = PromptReader(model, capacity=CAPACITY, keep=False, programs=programs)
         self.state = empty_slots(
             model.config,
             LAYOUT,
@@ -86,15 +88,7 @@ def prompts_of(model: LanguageModel, lengths: Sequence[int]) -> list[Request]:
 
 @pytest.fixture
 def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Shapes of the tokens of each prefill so far."""
-    found: list[tuple[int, int]] = []
-
-    def noted(params: Any, state: Any, tokens: Any, *args: Any, **options: Any) -> Any:
-        found.append(tokens.shape)
-        return prefill(params, state, tokens, *args, **options)
-
-    monkeypatch.setattr(module, "prefill", noted)
-    return found
+    return prefills(monkeypatch)
 
 
 def test_batched_prefill_equals_single_prefill(
@@ -192,8 +186,8 @@ def request_of(
 
 def run(engine: Engine, *wanted: Request, events: int | None = None) -> list[Row]:
     """Runs requests, and stops after a number of events."""
-    rows = [Row(request, number=number) for number, request in enumerate(wanted)]
-    for number, _ in enumerate(engine.run(rows), start=1):
+    rows = [*map(engine.new_row, wanted)]
+    for number, _ in enumerate(engine.run(wanted), start=1):
         if number == events:
             engine.stop()
     list(engine.interrupt())
@@ -268,12 +262,12 @@ def test_a_prefill_that_was_stopped_is_continued(
     read_part = PromptReader._read_part
 
     def stop_in_the_long_one(
-        self: PromptReader, state: Any, layout: Layout, rows: Any, *shape: int
+        self: PromptReader, state: Any, layout: Layout, rows: Any, size: int, key: PromptPart
     ) -> Any:
         if 1 in rows:
             engine.stop()
-            shape = (1, 16, CAPACITY)  # its first part
-        return read_part(self, state, layout, rows, *shape)
+            size, key = 16, PromptPart(16, CAPACITY)  # its first part
+        return read_part(self, state, layout, rows, size, key)
 
     with monkeypatch.context() as patch:
         patch.setattr(PromptReader, "_read_part", stop_in_the_long_one)
@@ -293,11 +287,9 @@ def test_rows_of_a_stopped_run_do_not_run_in_the_next(tiny: LanguageModel) -> No
     """Rows that the caller has not ended are not continued either."""
     engine = engine_of(tiny, slots=2)
     prompts = [encoded(tiny, text) for text in ("Once upon a time", "Mia has")]
-    left = [
-        Row(request_of(tiny, prompt, 400, sampler=RESTLESS), number=i)
-        for i, prompt in enumerate(prompts)
-    ]
-    for number, _ in enumerate(engine.run(left), start=1):
+    wanted = [request_of(tiny, prompt, 400, sampler=RESTLESS) for prompt in prompts]
+    left = [*map(engine.new_row, wanted)]
+    for number, _ in enumerate(engine.run(wanted), start=1):
         if number == 20:
             engine.stop()
     told = [len(row.tokens) for row in left]

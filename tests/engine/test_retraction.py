@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from entropix_jax.engine.generation import Generation
+from entropix_jax.engine.api import Generation
 from entropix_jax.engine.results import Event, Row
 from entropix_jax.engine.state import Recording
 from entropix_jax.engine.trace import TokenRecord

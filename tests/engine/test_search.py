@@ -11,19 +11,19 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.loop import Engine
 from entropix_jax.engine.matched import CALIPER
 from entropix_jax.engine.methods import METHODS, find_method
-from entropix_jax.engine.preparation import encode_prompt
-from entropix_jax.engine.results import Request, Row
+from entropix_jax.engine.request import Request
 from entropix_jax.engine.search import Fork, Outcome, recording_for, run_searches
 from entropix_jax.engine.state import Recording
+from entropix_jax.engine.tokens import encode_prompt
 from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.errors import UserError
 from entropix_jax.lab.methods import METHODS as WITH_CONTROLS
 from entropix_jax.lab.tasks.registry import find_task
 from entropix_jax.model.loading import LanguageModel
-from tests.support.runs import Spec, requests
+from tests.support.runs import Spec, requests, run_rows
 
 SLOTS, CAPACITY, TOKENS, FORKS = 8, 128, 20, 4
 VOCAB = 1249
@@ -94,9 +94,8 @@ class Reference:
         own: list[TokenRecord] = []
         if len(text) < TOKENS and not {*forced} & {*request.eos_ids}:
             prompt, left = [*request.prompt, *text], TOKENS - len(text)
-            row = Row(replace(request, prompt=prompt, max_new_tokens=left, row_id=name, tag=None))
-            list(self._engine.run([row]))
-            own = row.tokens
+            asked = replace(request, prompt=prompt, max_new_tokens=left, row_id=name, tag=None)
+            own = run_rows(self._engine, [asked])[0].tokens
         given = [*given, *(self._forced(i) for i in forced), *own]
         return Line(name, given, begin=len(text) - len(forced))
 

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from entropix_jax.engine.request import padded_ids
 from entropix_jax.engine.slots import (
     Arrival,
     Layout,
     empty_slots,
     fresh_tally,
     insert,
-    padded_ids,
     share_prefix,
     widen,
 )
@@ -105,7 +105,6 @@ def test_insert(mesh: str | None, slot: int, cached: int) -> None:
         ".asks_for_choice": False,
         ".forwards": 6,
         ".status": RUNNING,
-        ".parked": False,
         ".cache.length": cached,
         ".eos_ids": [11, 12, *[-1] * 30],
         ".fork.branch": -1,

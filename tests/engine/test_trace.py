@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import entropix_jax
-from entropix_jax.engine.preparation import prompt_messages
+from entropix_jax.engine.tokens import prompt_messages
 from entropix_jax.engine.trace import BranchRecord, TraceWriter, header
 from entropix_jax.errors import UserError
 from entropix_jax.host.decimals import shorten
@@ -33,15 +33,8 @@ PUBLISHED = """row position token_id text regime action logprob entropy varentro
     sequence_varentropy attn_entropy attn_entropy_norm attn_varentropy agreement
     interaction_strength temperature top_k top_p min_p forwards loop top branches
     layers""".split()
-MORE = {
-    "agreement_published",
-    "confidence",
-    "ambiguous",
-    "chosen",
-    "token_confidence",
-    "self_certainty",
-    "max_prob",
-}
+MORE = {*"agreement_published confidence ambiguous chosen".split()}
+MORE |= {"token_confidence", "self_certainty", "max_prob"}
 
 
 def test_fields_and_their_order() -> None:

@@ -11,9 +11,10 @@ import pytest
 import tiny_prompts
 from safetensors.numpy import load_file, save_file
 
-from entropix_jax.engine.generation import Generation
-from entropix_jax.engine.preparation import encode_prompt, model_shape
-from entropix_jax.engine.results import Request
+from entropix_jax.engine.api import Generation
+from entropix_jax.engine.calibrated import model_shape
+from entropix_jax.engine.request import Request
+from entropix_jax.engine.tokens import encode_prompt
 from entropix_jax.lab import answers
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.calibration import PERCENTS, TABLES, read_calibration

@@ -7,15 +7,17 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.preparation import CalibratedSampler, calibrate_sampler
-from entropix_jax.engine.results import Request, Row
+from entropix_jax.engine.calibrated import CalibratedSampler, calibrate_sampler
+from entropix_jax.engine.loop import Engine
+from entropix_jax.engine.request import Request
+from entropix_jax.engine.results import Row
 from entropix_jax.engine.state import Recording
 from entropix_jax.lab import prediction
 from entropix_jax.lab.strength import fork_strength, permuted_strength
@@ -24,6 +26,7 @@ from entropix_jax.lab.trials import Question, read_questions
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.commands import one_error, run_command
+from tests.support.runs import run_rows
 
 TOKENS, ITEMS, OUTCOMES = 24, 8, 8
 TASKS = ("word-problems", "entropix_jax.lab.tasks.tiny:STORIES")
@@ -57,9 +60,7 @@ def questions(tiny: LanguageModel) -> dict[str, Question]:
 def run_alone(model: LanguageModel, request: Request, given: list[int]) -> Row:
     """Runs a single row whose first tokens are forced."""
     engine = Engine(model, slots=1, capacity=128, recording=Recording(top=2))
-    row = Row(request, ahead=given)
-    list(engine.run([row]))
-    return row
+    return run_rows(engine, [replace(request, forced=given)])[0]
 
 
 def ask(question: Question, sampler: CalibratedSampler, name: str = "0", seed: int = 0) -> Request:

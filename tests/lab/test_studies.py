@@ -19,10 +19,12 @@ import pytest
 
 from entropix_jax.batch.output import Store
 from entropix_jax.cli.options import EXIT_OK
+from entropix_jax.engine.calibrated import calibrate_sampler
 from entropix_jax.engine.decode import decode
-from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.preparation import calibrate_sampler, encode_prompt
+from entropix_jax.engine.loop import Engine
+from entropix_jax.engine.results import Row
 from entropix_jax.engine.search import Search
+from entropix_jax.engine.tokens import encode_prompt
 from entropix_jax.errors import UserError
 from entropix_jax.lab.findings import analyse
 from entropix_jax.lab.page import format_page
@@ -668,7 +670,7 @@ def test_errors_of_a_users_task(tiny: LanguageModel, members: dict[str, Any], re
     plain |= made(Item("a", "Berlin", "Berlin"))
     task: Task = type("Words", (Task,), plain | members)()
     setting, search = Setting("greedy", load_sampler("greedy")), Search(unrun())
-    (row,) = search.begin()
+    (row,) = search.rows = [Row(search.request)]
     row.text, row.finish_reason = "x", "eos"
 
     def score_all() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from entropix_jax.__main__ import main
 from entropix_jax.engine.api import generate
-from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.loop import Engine
 from entropix_jax.engine.results import Row
 from entropix_jax.errors import UserError
 from entropix_jax.model.attention import attend, attention_stats
@@ -32,7 +32,7 @@ from tests.support.model_folders import (
     write_model,
 )
 from tests.support.models import load_params
-from tests.support.runs import Spec, ids_of, requests, run_specs
+from tests.support.runs import Spec, ids_of, requests, run_rows, run_specs
 from tests.support.samplers import LITERAL
 
 SHAPE = config_of_folder()
@@ -121,10 +121,7 @@ def test_non_finite_branch_is_never_best(tmp_path: Path) -> None:
 def in_one_slot(model: LanguageModel, *specs: Spec) -> list[Row]:
     """Runs rows in the same slot, one after another."""
     engine = Engine(model, slots=1, capacity=256)
-    rows = [Row(one) for one in requests(model, specs, ignore_eos=True)]
-    for _ in engine.run(rows):
-        pass
-    return rows
+    return run_rows(engine, requests(model, specs, ignore_eos=True))
 
 
 @pytest.mark.parametrize("change", [overflowing, poisoned(PROMPT[AT])], ids=["overflow", "poison"])

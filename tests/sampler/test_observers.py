@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import entropix_jax
-from entropix_jax.engine.generation import Generation
-from entropix_jax.engine.preparation import CalibratedSampler, calibrate_sampler, encode_prompt
-from entropix_jax.engine.results import Request
+from entropix_jax.engine.api import Generation
+from entropix_jax.engine.calibrated import CalibratedSampler, calibrate_sampler
+from entropix_jax.engine.request import Request
+from entropix_jax.engine.tokens import encode_prompt
 from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.errors import UserError
 from entropix_jax.lab.answers import read_prompts

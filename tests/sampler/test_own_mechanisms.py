@@ -15,10 +15,10 @@ import pytest
 
 import entropix_jax
 from entropix_jax.__main__ import main
+from entropix_jax.engine.calibrated import calibrate_sampler
 from entropix_jax.engine.decode import decode
-from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.preparation import calibrate_sampler
-from entropix_jax.engine.results import Request
+from entropix_jax.engine.loop import Engine
+from entropix_jax.engine.request import Request
 from entropix_jax.engine.slots import fresh_tally
 from entropix_jax.engine.state import ENDED_BY, Recording
 from entropix_jax.errors import UserError

@@ -28,12 +28,7 @@ from tests.support.draw_oracles import (
     softmax,
     truncated_draw,
 )
-from tests.support.samplers import (
-    PARTS,
-    RULES,
-    contexts_of,
-    proposal_of,
-)
+from tests.support.samplers import PARTS, RULES, contexts_of, proposal_of
 
 
 def drawn_by(

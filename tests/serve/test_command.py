@@ -10,14 +10,15 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
 
-from entropix_jax.engine.engine import shared_lanes
+from entropix_jax.engine.loop import shared_lanes
 from entropix_jax.engine.memory import plan_memory
 from entropix_jax.model.loading import LanguageModel
-from tests.support.commands import one_error, run_command
+from tests.support.commands import one_error, refusal, run_command
 from tests.support.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_serve_drains_at_a_signal(tiny: LanguageModel) -> None:
     """The server finishes running requests and rejects new ones."""
-    command = "-m entropix_jax serve --model tiny --port 0 --slots 2 --context 256".split()
+    command = "-m entropix_jax serve --model tiny --port 0 --slots 2 --context 512".split()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with contextlib.ExitStack() as stack:
         process = stack.enter_context(
@@ -38,7 +39,7 @@ def test_serve_drains_at_a_signal(tiny: LanguageModel) -> None:
         lines = [process.stderr.readline() for _ in range(3)]
         assert lines[0].startswith("memory of each device: at least")
         slots = 2 + shared_lanes(2)
-        plan = plan_memory(tiny.config, tiny.precision, slots=slots, capacity=256, mesh=None)
+        plan = plan_memory(tiny.config, tiny.precision, slots=slots, capacity=512, mesh=None)
         assert str(plan) in lines[0]
         assert lines[1] == "compiling the usual programs (minutes, once) ...\n"
         assert lines[2].startswith("tiny: page at http://127.0.0.1:")
@@ -70,7 +71,8 @@ def test_errors_of_serve(tmp_path: Path) -> None:
     refused("--port", 70000, message="--port must be at most 65535")
     refused("--host", "no.such.host.invalid", message="--host no.such.host.invalid")
     refused("--slots", 0, message="--slots must be at least 1")
-    refused("--context", 3, message="--context must be at least 4")
+    refused("--context", 511, message="--context must be at least 512")
+    refused("--presets", "entropic", message="--presets: no preset 'entropic', did you mean")
     refused("--time-limit", 0, message="--time-limit must be above 0")
     refused("--top-logprobs", 21, message="--top-logprobs must be at most 20")
     refused("--api-key-file", tmp_path / "none", message="none")
@@ -78,6 +80,18 @@ def test_errors_of_serve(tmp_path: Path) -> None:
     refused("--sampler", "entropic", message="did you mean 'entropix'?")
     refused("--port", 0, "--context", 9999, message="the model has 4096 positions")
     one_error(run_command("serve", "--port", 0, "--model", "./none"), "none")
+
+
+def test_a_program_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start ends with the reason."""
+    broken = Mock(**{"lower.side_effect": RuntimeError("no such luck\nmore")})
+    monkeypatch.setattr("entropix_jax.engine.programs.decode_for_backend", lambda: broken)
+    server = Mock(should_exit=False)  # a real one's logging would close pytest's captured stream
+    monkeypatch.setattr("entropix_jax.serve.http.HttpServer", lambda *_: server)
+    start = "--model tiny --port 0 --slots 1 --context 512 --sampler greedy --presets greedy"
+    line = refusal(run_command("serve", *start.split()))
+    assert line.startswith("error: compiling steps of 512 positions, ")
+    assert line.endswith("failed: no such luck")
 
 
 def test_a_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

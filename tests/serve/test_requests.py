@@ -258,7 +258,7 @@ def test_errors_of_wrong_values(ask: Ask, path: str, change: dict[str, Any], mes
 def test_minus_one_is_no_limit_and_tokens_may_be_integral_floats(tiny: LanguageModel) -> None:
     def first(value: Any) -> Any:
         raw = json.dumps({**COMPLETION, "prompt": [5.0, 6], "max_tokens": value}).encode()
-        return completion_request(serve(tiny), parse(Completion, raw)).rows[0].request
+        return completion_request(serve(tiny), parse(Completion, raw)).requests[0]
 
     budgets = {None: 16, 4.0: 4, -1.0: CONTEXT}
     assert {value: first(value).max_new_tokens for value in budgets} == budgets

@@ -13,22 +13,16 @@ import openai
 import pytest
 
 from entropix_jax.engine.api import score
-from entropix_jax.engine.decode import decode
-from entropix_jax.engine.generation import Generation
 from entropix_jax.engine.methods import find_method
-from entropix_jax.engine.prefill import prefill
-from entropix_jax.engine.preparation import encode_prompt
 from entropix_jax.engine.results import Row
 from entropix_jax.engine.search import Outcome, run_searches
-from entropix_jax.engine.slots import insert, share_prefix
 from entropix_jax.engine.state import Recording
+from entropix_jax.engine.tokens import encode_prompt
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
-from entropix_jax.serve.request import ServedModel
-from entropix_jax.serve.warm_up import _batches
 from entropix_jax.text.numbers import last_answer
-from tests.support.runs import Spec, requests
+from tests.support.runs import Spec, requests, run_rows
 from tests.support.samplers import LITERAL
 from tests.support.servers import CONTEXT, Running, make_engine, wait_until
 
@@ -78,9 +72,7 @@ def generate(
     tokens = encode_prompt(model, prompt, chat=chat)
     specs = [Spec(tokens, str(number), max_new_tokens) for number in range(samples)]
     wanted = requests(model, specs, sampler, turn_end=chat or turn_end, seed=seed, stop=stop)
-    rows = [Row(request) for request in wanted]
-    assert [*make_engine(model).run(rows)]
-    return rows
+    return run_rows(make_engine(model), wanted)
 
 
 def ids(tokens: Sequence[Any]) -> list[int]:
@@ -102,26 +94,6 @@ def check_same(choice: Any, row: Row, text: str | None = None) -> None:
         assert here == [getattr(token, name) for token in row.tokens]
 
 
-def test_the_first_requests_compile_nothing(client: openai.OpenAI) -> None:
-    """The warm-up covers the server's sampler, which forks, and the API's own keys."""
-    programs: Any = (decode, prefill, insert, share_prefix)
-    made = [program._cache_size() for program in programs]
-    assert all(made)
-    assert complete(client, max_tokens=30, n=2, seed=1).choices[1].text
-    assert complete(client, max_tokens=9, temperature=1, top_p=0.9).choices[0].text
-    assert talk(client, [{"role": "user", "content": "Hi"}], temperature=0, max_tokens=9).choices
-    assert [program._cache_size() for program in programs] == made
-
-
-def test_one_request_of_the_warm_up_forks(tiny: LanguageModel) -> None:
-    """The request has two branches for any sampler. A single branch needs no lane, and would not
-    compile the program with lanes."""
-    sampler = load_sampler("entropix").with_values({"branch.min_p": 1.0})
-    _, (request,), *_ = _batches(ServedModel("tiny", tiny, sampler, 64, 0), 1)
-    (row,) = Generation(tiny, [request]).run()
-    assert any(len(token.branches or ()) > 1 for token in row.tokens)
-
-
 # Texts equal the engine's.
 
 
@@ -129,12 +101,8 @@ def test_concurrent_streams(client: openai.OpenAI, tiny: LanguageModel) -> None:
     """More streams than slots equal the engine's rows."""
 
     def stream(seed: int, prompt: str) -> tuple[str, list[int]]:
-        parts = [
-            part.choices[0]
-            for part in complete(
-                client, prompt, seed=seed, max_tokens=24, stream=True, extra_body=TOKENS
-            )
-        ]
+        given: dict[str, Any] = {"seed": seed, "max_tokens": 24, "extra_body": TOKENS}
+        parts = [part.choices[0] for part in complete(client, prompt, stream=True, **given)]
         ends = [part.finish_reason for part in parts]
         assert ends[-1] is not None
         assert not any(ends[:-1])
@@ -220,6 +188,7 @@ def test_samplers(client: openai.OpenAI, tiny: LanguageModel) -> None:
     own = {"draw.bans": [raised, first], "draw.bias": [[banned, 50]]}
     percentiles = {"thresholds.h1": "40%", "regimes.hehv": ["entropy > h2", "agreement > 12.5%"]}
     plain_p = {"base.temperature": 1.0, "base.top_p": 0.4, "repetition.presence": 1.5}
+    hot = {"base.top_k": 3, "base.temperature": 0.9}
     # Options, `entropix.sampler`, and the preset and settings that they select.
     cases: list[tuple[dict[str, Any], Any, str, dict[str, Any]]] = [
         ({"temperature": 0.5}, None, "temperature", {"base.temperature": 0.5}),
@@ -231,12 +200,7 @@ def test_samplers(client: openai.OpenAI, tiny: LanguageModel) -> None:
         ({"logit_bias": bias}, own, "document-004", biases),
         ({"logit_bias": {}}, own, "document-004", {}),
         ({}, "min-p", "min-p", {}),
-        (
-            {"temperature": 0.9},
-            {"base.top_k": 3},
-            "top-k",
-            {"base.top_k": 3, "base.temperature": 0.9},
-        ),
+        ({"temperature": 0.9}, {"base.top_k": 3}, "top-k", hot),
         ({}, {"inject.thought": ""}, "document-004", {"inject.thought": ""}),
         ({}, percentiles, "entropix", percentiles),
     ]
@@ -267,8 +231,7 @@ def test_a_row_depends_on_its_id_and_seed(client: openai.OpenAI, tiny: LanguageM
         own = {"entropix": {"id": name, "sampler": "temperature", "tokens": True}}
         choice = complete(client, seed=3, max_tokens=12, extra_body=own).choices[0]
         specs = [Spec(encode_prompt(tiny, "Guests:", chat=False), name, 12)]
-        (row,) = map(Row, requests(tiny, specs, "temperature", seed=3))
-        assert [*make_engine(tiny).run([row])]
+        (row,) = run_rows(make_engine(tiny), requests(tiny, specs, "temperature", seed=3))
         check_same(choice, row)
         texts.add(choice.text)
     assert len(texts) == 2
@@ -298,11 +261,9 @@ def test_retracted_tokens(client: openai.OpenAI, tiny: LanguageModel) -> None:
     sampler = load_sampler(LITERAL).with_values(values)
     (row,) = generate(tiny, "Guests:", sampler, seed=4, max_new_tokens=24)
     assert row.retracted > 3
-    asked = {"sampler": values, "tokens": True, "retractions": True}
+    asked = {"entropix": {"sampler": values, "tokens": True, "retractions": True}}
     for stream in (False, True):
-        answer = complete(
-            client, seed=4, max_tokens=24, stream=stream, extra_body={"entropix": asked}
-        )
+        answer = complete(client, seed=4, max_tokens=24, stream=stream, extra_body=asked)
         parts = [*answer] if stream else [answer]
         assert "".join(part.choices[0].text for part in parts) == row.text
         told = [token for part in parts for token in part.choices[0].entropix["tokens"]]
@@ -425,9 +386,8 @@ def test_logprobs(client: openai.OpenAI, tiny: LanguageModel) -> None:
     for one, token in zip(content.content, row.tokens, strict=True):
         assert (one.token, one.bytes) == (token.text, [*token.text.encode()])
         assert one.logprob == pytest.approx(token.logprob, abs=1e-3)
-        assert [text for _, text, _ in (token.top or ())[:2]] == [
-            top.token for top in one.top_logprobs
-        ]
+        tops = [top.token for top in one.top_logprobs]
+        assert [text for _, text, _ in (token.top or ())[:2]] == tops
     plain = talk(client, seed=6, max_tokens=2, logprobs=True).choices[0].logprobs.content
     assert [one.top_logprobs for one in plain] == [[], []]
 

@@ -12,11 +12,15 @@ from typing import Any
 import httpx
 import pytest
 
-from entropix_jax.engine.results import Row
+from entropix_jax.engine.programs import Programs, Steps
+from entropix_jax.engine.state import Recording
 from entropix_jax.model.loading import LanguageModel
+from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.serve.request import ServedModel
 from entropix_jax.serve.schema import ApiError
 from entropix_jax.serve.worker import Ticket, Update, Worker
 from tests.support.runs import unrun
+from tests.support.samplers import LITERAL
 from tests.support.servers import FakeEngine, fake_server, wait_until
 
 pytestmark = pytest.mark.anyio
@@ -52,7 +56,7 @@ def submit(worker: Worker, *budgets: int) -> tuple[list[Ticket], list[list[Updat
     soon: Any = asyncio.get_running_loop().call_soon_threadsafe
     updates = [list[Update]() for _ in budgets]
     tickets = [
-        Ticket(Row(unrun([1], "0", budget)), partial(soon, own.extend))
+        Ticket(worker.engine.new_row(unrun([1], "0", budget)), partial(soon, own.extend))
         for budget, own in zip(budgets, updates, strict=True)
     ]
     worker.submit(tickets)
@@ -127,6 +131,37 @@ async def test_calls_run_next_to_chunks(standing: Standing) -> None:
     await until(lambda: all(own and own[-1].finish_reason for own in updates))
     assert worker.idle()
     assert await asyncio.wrap_future(worker.call(lambda: 7)) == 7  # while no row runs
+
+
+async def test_requests_whose_programs_are_missing(standing: Standing, tiny: LanguageModel) -> None:
+    """A request is answered if its programs are compiled, later if they are listed, else never."""
+    engine, _, client = standing
+    served = ServedModel("tiny", tiny, load_sampler(LITERAL), 64, 0, ["mirostat"])
+    listed = served.list_programs()
+    first, second = listed.sets
+    engine.programs = programs = Programs(tiny, Recording(), listed.sets)
+    programs.largest = {one: Steps(one, 64) for one in listed.sets}
+    programs._compiled[Steps(first, 64)] = print
+    engine.step(9)
+    async with client() as ask:
+
+        async def post(sampler: Any, **fields: Any) -> httpx.Response:
+            own = {"entropix": {"sampler": sampler}}
+            return await ask.post("/v1/completions", json={**BODY, **fields, **own})
+
+        options = {"temperature": 0.5, "repetition_penalty": 1.2, "logit_bias": {"9": 1}}
+        assert (await post(None, **options)).status_code == 200
+        later = await post("mirostat")
+        assert (later.status_code, later.headers["retry-after"]) == (503, "30")
+        assert later.json()["error"]["code"] == "compiling"
+        assert "the programs of sampler 'mirostat' are being compiled" in later.text
+        programs._compiled[Steps(second, 64)] = print
+        assert (await post("mirostat")).status_code == 200
+        never = await post("xtc")
+        assert (never.status_code, never.json()["error"]["param"]) == (400, "entropix.sampler")
+        assert "this server has no program with 'xtc' (--presets)" in never.text
+        lines = (await ask.get("/metrics")).text.splitlines()
+        assert {"entropix_programs_compiled 2", "entropix_programs_waiting 0"} <= {*lines}
 
 
 async def test_errors_of_too_many_requests(standing: Standing) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.preparation import calibrate_sampler
-from entropix_jax.engine.results import Request, Row, Rows
+from entropix_jax.engine.calibrated import calibrate_sampler
+from entropix_jax.engine.loop import Engine
+from entropix_jax.engine.request import Request
+from entropix_jax.engine.results import Rows
 from entropix_jax.engine.state import Recording
 from entropix_jax.engine.trace import header
 from entropix_jax.model.loading import LanguageModel
@@ -278,14 +279,14 @@ def record(model: LanguageModel, folder: Path) -> dict[str, Path]:
     samplers = {name: calibrate_sampler(sampler, model) for name, sampler in loaded.items()}
     every = frozenset().union(*(sampler.parts.used for sampler in samplers.values()))
     engine = Engine(model, slots=SLOTS, capacity=256, recording=Recording(top=2, layers=True))
-    rows = []
-    for number, (name, case) in enumerate(CASES.items()):
+    requests = []
+    for name, case in CASES.items():
         prompt = model.tokenizer.encode(case.prompt, add_bos=True)
         sampler = replace(samplers[name], others=every)
-        request = Request(prompt, sampler, case.budget, name, SEED, **case.options)
-        rows.append(Row(request, number=number))
+        requests.append(Request(prompt, sampler, case.budget, name, SEED, **case.options))
+    rows = [engine.new_row(request) for request in requests]
     shown = dict.fromkeys(CASES, "")
-    for event in engine.run(rows):
+    for event in engine.run(requests):
         shown[event.row.request.row_id] += "".join(piece.text for piece in event.pieces)
     # Emitted text is final.
     assert [*shown.values()] == [row.text for row in rows]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.generation import Generation
-from entropix_jax.engine.preparation import CalibratedSampler, calibrate_sampler
-from entropix_jax.engine.results import Request, Row
+from entropix_jax.engine import prompts
+from entropix_jax.engine.api import Generation
+from entropix_jax.engine.calibrated import CalibratedSampler, calibrate_sampler
+from entropix_jax.engine.loop import Engine
+from entropix_jax.engine.prefill import prefill
+from entropix_jax.engine.request import Request
+from entropix_jax.engine.results import Row
 from entropix_jax.engine.state import Recording
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
@@ -69,6 +72,21 @@ def run_specs(
     return Generation(model, requests(model, specs, sampler, **options), recording=recording)
 
 
+def as_requests(engine: Engine, wanted: Iterable[Request | Row | None]) -> Iterator[Request | None]:
+    """Yields the requests of rows, which the engine then uses, besides other requests."""
+    for one in wanted:
+        if isinstance(one, Row):
+            engine._new[id(one.request)] = one
+        yield one.request if isinstance(one, Row) else one
+
+
+def run_rows(engine: Engine, wanted: Iterable[Request]) -> list[Row]:
+    """Runs requests and returns their rows."""
+    rows = [Row(request) for request in wanted]
+    list(engine.run(as_requests(engine, rows)))
+    return rows
+
+
 def ids_of(row: Row) -> list[int]:
     return [token.token_id for token in row.tokens]
 
@@ -88,6 +106,18 @@ def unrun(prompt: Sequence[int] = (1,), row_id: str = "0", max_new_tokens: int =
     """Returns a request for rows without an engine."""
     sampler: Any = SimpleNamespace(values={"confidence.window": 16})
     return Request(prompt, sampler, max_new_tokens=max_new_tokens, row_id=row_id)
+
+
+def prefills(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Returns the shapes of the tokens of each prefill from here on."""
+    shapes: list[tuple[int, int]] = []
+
+    def noted(params: Any, state: Any, tokens: Any, *args: Any, **options: Any) -> Any:
+        shapes.append(tokens.shape)
+        return prefill(params, state, tokens, *args, **options)
+
+    monkeypatch.setattr(prompts, "prefill", noted)
+    return shapes
 
 
 def set_pace(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:

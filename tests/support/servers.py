@@ -9,11 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 
-from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.loop import Engine
+from entropix_jax.engine.request import Request
 from entropix_jax.engine.results import Event, Row
 from entropix_jax.engine.state import Recording
 from entropix_jax.model.loading import LanguageModel
@@ -21,7 +23,6 @@ from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.serve.app import make_app
 from entropix_jax.serve.http import HttpServer
 from entropix_jax.serve.request import ServedModel
-from entropix_jax.serve.warm_up import warm_up
 from entropix_jax.serve.worker import Worker
 from tests.support.samplers import LITERAL
 from tests.support.waiting import PATIENCE
@@ -44,8 +45,7 @@ def serve(model: LanguageModel, top: int = TOP) -> ServedModel:
 
 def make_engine(model: LanguageModel) -> Engine:
     recording = Recording(top=TOP, layers=True, raw_layers=True, state=True)
-    options: dict[str, Any] = {"recording": recording, "look": 0.04, "widest": True}
-    return Engine(model, slots=SLOTS, capacity=CONTEXT, **options)
+    return Engine(model, slots=SLOTS, capacity=CONTEXT, recording=recording, look=0.04)
 
 
 @contextlib.contextmanager
@@ -53,8 +53,6 @@ def listening(model: LanguageModel, limit: float = PATIENCE) -> Iterator[Running
     served = serve(model)
     worker = Worker(make_engine(model), slots=SLOTS, queue=QUEUE)
     worker.start()
-    asyncio.run(warm_up(served, worker, lambda program: None))
-    assert not worker.tokens  # the warm-up is not counted
     server = HttpServer(make_app(served, worker, limit=limit), worker.idle)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
@@ -78,10 +76,11 @@ class FakeEngine:
     number of slots. A row whose prompt is `[DEFECT]` raises an error."""
 
     DEFECT = 666
-    compiling = None
+    programs: Any = SimpleNamespace(sets=(), counts=(0, 0))
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
+        self._new: dict[int, Row] = {}
         self.chunks = 0
         self.has_slots = True
         self.steps = threading.Semaphore(0)
@@ -89,23 +88,28 @@ class FakeEngine:
     def step(self, number: int = 1) -> None:
         self.steps.release(number)
 
+    def new_row(self, request: Request) -> Row:
+        row = self._new[id(request)] = Row(request)
+        return row
+
     def end(self, row: Row) -> list[Event]:
         row.finish_reason = "cancelled"
         self.rows = [one for one in self.rows if one is not row]
         return [Event(row, None, ()), Event(row, None, ())]
 
-    def run(self, source: Iterable[Row | None], between: Callable[[], None]) -> Iterator[Event]:
+    def run(self, source: Iterable[Request | None], between: Callable[[], None]) -> Iterator[Event]:
         self.rows, waiting = [], iter(source)
         left: dict[int, int] = {}
         while True:
             between()
             self.chunks += 1
-            row = next(waiting, None)
-            if row is not None:
+            request = next(waiting, None)
+            if request is not None:
+                row = self._new.pop(id(request))
                 self.rows.append(row)
                 row.started = time.perf_counter() if self.has_slots else None
-                left[id(row)] = row.request.max_new_tokens
-                if [*row.request.prompt] == [self.DEFECT]:
+                left[id(row)] = request.max_new_tokens
+                if [*request.prompt] == [self.DEFECT]:
                     raise RuntimeError("a defect")
             elif not self.rows:
                 return

@@ -1,18 +1,18 @@
 """One running row on the host: converts step outcomes to tokens, text, and a finish reason."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import takewhile
 from math import isfinite
-from typing import Any, NamedTuple
 
 import numpy as np
 
-from entropix_jax.engine.preparation import CalibratedSampler, describe_token
+from entropix_jax.engine.hooks import NOTHING, Answer, choose_branch, retrieve_thought, two_best
 from entropix_jax.engine.records import StepOutcome
-from entropix_jax.engine.results import Event, Move, Piece, Request, Row
-from entropix_jax.engine.slots import Arrival, fresh_tally, padded_ids
+from entropix_jax.engine.request import all_end_ids, check_request, padded_ids
+from entropix_jax.engine.results import Event, Move, Piece, Row
+from entropix_jax.engine.slots import Arrival, fresh_tally
 from entropix_jax.engine.state import (
     BRANCH_ENDED,
     ENDED_BY,
@@ -24,32 +24,23 @@ from entropix_jax.engine.state import (
     Joined,
 )
 from entropix_jax.engine.trace import BranchRecord, TokenRecord
-from entropix_jax.errors import UserError, check_range
-from entropix_jax.host.integers import as_integer
+from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.draw import row_key
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.text.stop import StopFilter
-from entropix_jax.text.turns import stop_ids
 
 _PROPOSAL = ("temperature", "top_k", "top_p", "min_p")  # of a `TokenRecord`
 _REASONS = {EOS: "eos", LENGTH: "length", ERROR: "error"}
-
-
-class Answer(NamedTuple):
-    """The host's answer to a row that waits for it."""
-
-    tokens: list[int]  # the row's next ones; none: it samples
-    action: int  # index into the sampler's mechanisms, which the tokens carry
-
-
-NOTHING = Answer([], 0)
 
 
 class RunningRow:
     """A running row. A token is pending until no later step can retract it.
 
     A row with tokens continues after them. A row that the caller moves gets a new instance.
+
+    `cached` counts the tokens that the slot has cached for good, `length` all tokens that the host
+    has, prompt and pending ones included, and `limit` is the maximum of `length`.
     """
 
     def __init__(
@@ -63,21 +54,22 @@ class RunningRow:
     ) -> None:
         """`capacity` is the cache positions of the row; the `forced` tokens come next.
         UserError: see `check_request` and `check_place`."""
+        request = row.request
+        budget = check_request(model, request, capacity)
+        check_place(row, budget)
         self.row = row
-        self.request = row.request
-        self.budget = check_request(model, row.request, capacity)
-        check_place(row, self.budget)
+        self.request = request
         self.forced = forced
         self.moved = moved  # by the host, and not inserted since
-        self.left = False  # another one runs the row
-        self.cached = 0  # tokens of its text that the slot has cached for good
-        self.answer: Answer | None = None  # on its way to the device
-        self._prompt = [*row.request.prompt]
+        self.replaced = False  # by another instance for the same row
+        self.answer: Answer | None = None  # to be sent to the device
+        self.cached = 0
+        self.limit = len(request.prompt) + budget
         # A stop string that is a control token ends the row by its id: it has no text.
-        self._end_ids = all_end_ids(model, row.request)
+        self._end_ids = all_end_ids(model, request)
         self._tokenizer = model.tokenizer
-        self._stop = StopFilter[TokenRecord](row.request.stop)
-        self._stream = model.tokenizer.stream(after=row.request.prompt)
+        self._stop = StopFilter[TokenRecord](request.stop)
+        self._stream = model.tokenizer.stream(after=request.prompt)
         # Tokens that a later step may retract, in between those that one did, in the order of their
         # events.
         self._pending: list[tuple[TokenRecord, bool]] = []
@@ -85,33 +77,44 @@ class RunningRow:
         self._forked: TokenRecord | None = None  # of the last fork whose tokens are forced
         self._state = row.tokens[-1].state if row.tokens else None
         self._retrieved = 0 if self._state is None else int(self._state.states["inject"].begun)
-        row.text, row.finish_reason, row.error = "", None, None
-        row.tokens = [*row.tokens]  # the caller may have given those of another row
-        row.log = row.log or [(token, False) for token in row.tokens]
+        start = len(request.prompt) + sum(not retracted for _, retracted in request.prefix)
+        self._chosen = range(start, start + len(request.forced) if request.chosen else start)
         if row.log or forced.tokens or row.source is not None:
-            action = row.request.sampler.mechanisms[forced.action].name
+            action = request.sampler.mechanisms[forced.action].name
             counts = len(row.log), len(row.tokens), row.rewinds
             row.moves.append(Move(*counts, [*map(int, forced.tokens)], action))
             if row.log and not row.budget and row.source is None:
                 row.source = (-1, 0)  # its tokens are from another run
-        row.budget = self.budget
+        row.text, row.finish_reason, row.error, row.budget = "", None, None, budget
         for token in row.tokens:
             self._show(token)
+        self._count()
 
     @property
     def running(self) -> bool:
         """Whether the row has not finished yet, as far as the host knows."""
-        return self.row.finish_reason is None and not self.left
+        return self.row.finish_reason is None and not self.replaced
 
     @property
     def ids(self) -> list[int]:
         """The prompt and the committed tokens."""
-        return [*self._prompt, *(token.token_id for token in self.row.tokens)]
+        return [*self.request.prompt, *(token.token_id for token in self.row.tokens)]
 
     @property
-    def prefix(self) -> list[int]:
-        """All tokens except the last one. A slot caches them before the row's next step."""
-        return self.ids[:-1]
+    def to_cache(self) -> int:
+        """Number of tokens, prompt included, before the last committed one. The slot caches them
+        before the row's next step."""
+        return len(self.request.prompt) + len(self.row.tokens) - 1
+
+    @property
+    def remaining(self) -> int:
+        """Number of tokens that the row may still generate."""
+        return self.limit - self.length
+
+    @property
+    def reach(self) -> int:
+        """The row's length with its longest branch."""
+        return self.length + max(map(len, self._paths), default=0)
 
     def arrival(self, mechanisms: tuple[Mechanism, ...], capacity: int) -> Arrival:
         """Returns the row as an `Arrival` for its slot, where its first `cached` tokens are cached.
@@ -133,7 +136,7 @@ class RunningRow:
             confidences=confidences,
             prompt_length=np.int32(len(request.prompt)),
             cached=np.int32(self.cached),
-            budget=np.int32(self.budget),
+            budget=np.int32(row.budget),
             # Each rewind gives other random numbers.
             keys=row_key(request.seed, request.row_id + rewinds),
             asks_for_text=np.bool_(request.retrieve is not None),
@@ -151,39 +154,18 @@ class RunningRow:
     def has_cached(self, other: "RunningRow") -> bool:
         """Whether the slot of this row has cached another row's tokens except the last one. New
         rows share only whole prompts, so that they do not depend on the progress of other rows."""
-        prefix = other.prefix
-        if self.cached < len(prefix):
+        if self.cached < other.to_cache:
             return False
         if not other.row.tokens:
-            return self._prompt == other._prompt
-        return self.ids[: len(prefix)] == prefix
+            return [*self.request.prompt] == [*other.request.prompt]
+        return self.ids[: other.to_cache] == other.ids[:-1]
 
     def shared(self, other: "RunningRow") -> int:
         """Number of another row's tokens, without the last one, that are cached in this slot."""
         if self.row.finish_reason == "error":  # its cache may hold NaN
             return 0
-        both = zip(self.ids[: self.cached], other.prefix, strict=False)
+        both = zip(self.ids[: self.cached], other.ids[:-1], strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
-
-    @property
-    def length(self) -> int:
-        """The row's tokens that the host knows, including the prompt, pending ones, and the longest
-        branch."""
-        branch = max(map(len, self._paths), default=0)
-        return len(self.request.prompt) + self._generated + branch
-
-    @property
-    def remaining(self) -> int:
-        """How many tokens the row may still generate."""
-        return self.budget - self._generated
-
-    @property
-    def _generated(self) -> int:
-        return len(self.row.tokens) + len(self._live)
-
-    @property
-    def _live(self) -> list[TokenRecord]:
-        return [token for token, retracted in self._pending if not retracted]
 
     def apply(self, outcome: StepOutcome, stopping: Callable[[], bool]) -> Iterator[Event]:
         """Applies a step's outcome to the row or a branch: commits tokens, retracts pending ones,
@@ -192,7 +174,14 @@ class RunningRow:
         `stopping` returns whether the run is stopping: then no hook is called.
         """
         yield from self._apply(outcome, stopping)
-        self.cached = len(self._prompt) + len(self.row.tokens) - 1
+        self.cached = self.to_cache
+        self._count()
+
+    def _count(self) -> None:
+        """Counts the row's tokens."""
+        live = sum(not retracted for _, retracted in self._pending)
+        self.length = len(self.request.prompt) + len(self.row.tokens) + live
+        assert 0 <= self.cached < self.length <= self.limit
 
     def _apply(self, outcome: StepOutcome, stopping: Callable[[], bool]) -> Iterator[Event]:
         token, joined = outcome.token, outcome.joined
@@ -210,7 +199,7 @@ class RunningRow:
             self._retract(token.position)
             yield from self._commit(outcome.settled)
             return
-        # A row that failed, that waits for a text, or that is forked: what it has stands.
+        # A row that failed, that waits for a text, or that is forked: its tokens are final.
         if outcome.status == ERROR:
             yield from self._commit()
             if self.running:  # no stop string
@@ -219,7 +208,10 @@ class RunningRow:
         elif outcome.status == WAITS_FOR_TEXT:
             yield from self._commit()
             if self.running and not stopping():
-                self.answer = self._retrieve_thought()
+                text = self._tokenizer.decode(self.ids)
+                where = self._tokenizer, text, self._retrieved, self.remaining
+                self.answer = retrieve_thought(self.request, *where)
+                self._retrieved += 1
         elif outcome.candidates:
             yield from self._commit()
             self._paths = [
@@ -241,7 +233,7 @@ class RunningRow:
             return
         if reason == "eos" and tokens[-1].token_id not in self.request.eos_ids:
             reason = "stop"
-        if reason == "length" and self.budget < self.request.max_new_tokens:
+        if reason == "length" and self.row.budget < self.request.max_new_tokens:
             reason = "context"
         yield from self._commit(reason=reason)
 
@@ -256,7 +248,7 @@ class RunningRow:
             BranchRecord(tokens, self._tokenizer.decode_within(tokens), score, i == joined.best)
             for i, (tokens, score) in enumerate(zip(ids, scores, strict=False))
         ]
-        two = _two_best(branches)
+        two = two_best(branches)
         ambiguous = bool(joined.ambiguous) and len({branch.text for branch in two}) == 2
         first, *rest = paths[joined.best]
         if joined.committed:
@@ -268,9 +260,9 @@ class RunningRow:
             tokens[-1].state = outcome.token.state
             yield from self._add(tokens, outcome)
             return
-        self._forked = replace(first, branches=branches, ambiguous=ambiguous)
         if outcome.status == WAITS_FOR_CHOICE and not stopping():
-            self.answer = self._choose_branch(branches)
+            branches, self.answer = choose_branch(self.row, branches, ambiguous, self.remaining)
+        self._forked = replace(first, branches=branches, ambiguous=ambiguous)
 
     def interrupt(self, reason: str = "interrupt") -> Iterator[Event]:
         """Ends the row. Its pending tokens and held text become final."""
@@ -293,7 +285,7 @@ class RunningRow:
                 yield self._token_event(token, (), retracted=True)
                 continue
             last = reason if not self._pending else None
-            if token.position in row.chosen and token.action == "inject":
+            if token.position in self._chosen and token.action == "inject":
                 token.chosen = True
             row.tokens.append(token)
             pieces = self._show(token, ends=last is not None)
@@ -312,7 +304,7 @@ class RunningRow:
     def _retract(self, position: int) -> None:
         """Retracts the pending tokens from a position on. Their events follow those of the
         tokens before them, as in a trace."""
-        live = self._live
+        live = [token for token, retracted in self._pending if not retracted]
         for token, text in zip(
             live, self._stream.peek([token.token_id for token in live]), strict=True
         ):
@@ -336,63 +328,15 @@ class RunningRow:
         self.row.text += "".join(piece.text for piece in pieces)
         return Event(self.row, None, pieces)
 
-    def _retrieve_thought(self) -> Answer:
-        """Calls `Request.retrieve`. Returns its text, else the sampler's own thought: the first of
-        the two that fits into the budget and holds no token that is never drawn."""
-        assert self.request.retrieve is not None
-        tokenizer, settings = self._tokenizer, self.request.sampler.settings
-        text = self.request.retrieve(tokenizer.decode(self.ids))
-        if not isinstance(text, str):
-            raise UserError(f"retrieve gave {text!r}: expected a text, an empty one for none")
-        # The name of a control token in a text is not that token: it must not end a row or a turn.
-        special = tokenizer.special_ids
-        retrieved = [i for i in tokenizer.encode_within(text) if i not in special]
-        thought = settings.own["inject"].thought
-        thoughts = [ids[ids >= 0].tolist() for ids in thought if ids[0] >= 0]
-        turn = self._retrieved % max(len(thoughts), 1)
-        self._retrieved += 1
-        candidates = (retrieved, *thoughts[turn : turn + 1])
-        fitting = (tokens for tokens in candidates if 0 < len(tokens) <= self.remaining)
-        never = {*settings.unwritable.tolist()}
-        allowed = (tokens for tokens in fitting if never.isdisjoint(tokens))
-        return Answer(next(allowed, []), self.request.sampler.parts.action("inject"))
-
-    def _choose_branch(self, branches: list[BranchRecord]) -> Answer:
-        """Returns the tokens of the best branch. If the fork is ambiguous, `Request.ask` chooses
-        between the two best branches."""
-        assert self.request.ask is not None
-        assert self._forked is not None
-        chosen = next(i for i, branch in enumerate(branches) if branch.chosen)
-        if self._forked.ambiguous:
-            two = _two_best(branches)
-            started = time.perf_counter()
-            answer = self.request.ask(self.row.number, [branch.text for branch in two])
-            self.row.waited += time.perf_counter() - started
-            if answer not in (None, 0, 1):
-                raise UserError(f"ask gave {answer!r}: expected 0, 1, or None for the better one")
-            if answer is not None:
-                chosen = next(i for i, branch in enumerate(branches) if branch is two[answer])
-        whole = self.request.sampler.values["branch.commit_all"]
-        tokens = branches[chosen].tokens[: None if whole else 1]
-        branches = [replace(b, chosen=i == chosen) for i, b in enumerate(branches)]
-        self._forked = replace(self._forked, branches=branches)
-        return Answer(tokens[: self.remaining], self.request.sampler.parts.action("branch"))
-
     def _as_chosen(self, token: TokenRecord) -> TokenRecord:
-        """A token; if it is a branch's that is committed by force, as the fork's step proposed it.
-        The first one has all branches."""
+        """Restores the fork's proposal on a branch token that was committed by force. The first
+        token has all branches."""
         forked = self._forked
         if token.action != "branch" or forked is None:
             return token
-        told = {name: getattr(forked, name) for name in (*_PROPOSAL, "branches", "ambiguous")}
+        proposed = {name: getattr(forked, name) for name in (*_PROPOSAL, "branches", "ambiguous")}
         self._forked = replace(forked, branches=None, ambiguous=None)
-        return replace(token, **told)
-
-
-def _two_best(branches: Sequence[BranchRecord]) -> list[BranchRecord]:
-    """Returns the two branches with the highest scores, the better one first."""
-    scored = [(branch.score, branch) for branch in branches if branch.score is not None]
-    return [branch for _, branch in sorted(scored, key=lambda pair: -pair[0])[:2]]
+        return replace(token, **proposed)
 
 
 def check_place(row: Row, budget: int, position: int | None = None) -> int:
@@ -413,40 +357,3 @@ def check_place(row: Row, budget: int, position: int | None = None) -> int:
     if kept and row.tokens[kept - 1].state is None:
         raise UserError(f"{name} has no recorded states: use Recording(state=True) to continue it")
     return kept
-
-
-def find_no_token(model: LanguageModel, tokens: Sequence[Any]) -> Any:
-    """Returns the first invalid token id; None if all are valid."""
-    ids = range(model.config.vocab_size)
-    return next((i for i in tokens if isinstance(i, float) or as_integer(i) not in ids), None)
-
-
-def all_end_ids(model: LanguageModel, request: Request) -> tuple[int, ...]:
-    """Returns the request's end tokens and its stop strings that are control tokens."""
-    stops = stop_ids(model.tokenizer, request.stop)
-    return tuple(dict.fromkeys((*request.eos_ids, *stops)))
-
-
-def check_request(model: LanguageModel, request: Request, capacity: int | None = None) -> int:
-    """Checks a request and returns the number of tokens that it may generate: `max_new_tokens`,
-    limited by the model's positions and by `capacity`, the cache positions of a row, if given.
-    UserError for a prompt that is empty, too long or has an invalid token id, a sampler that is not
-    calibrated, a budget below one, or too many end tokens."""
-    prompt, positions = len(request.prompt), model.config.max_positions
-    if prompt == 0:
-        raise UserError("the prompt is empty")
-    if (strange := find_no_token(model, request.prompt)) is not None:
-        raise UserError(f"the prompt holds {describe_token(model, strange)}")
-    if not isinstance(request.sampler, CalibratedSampler):
-        raise UserError("the sampler is not calibrated: see entropix_jax.calibrate_sampler")
-    check_range("max_new_tokens", request.max_new_tokens, 1)
-    if not all(isinstance(stop, str) and stop for stop in request.stop):
-        raise UserError("stop strings must not be empty")
-    padded_ids(all_end_ids(model, request))
-    room = positions if capacity is None else min(positions, capacity)
-    if prompt >= room:
-        limit = f"a row has room for {room}" if room < positions else f"the model {room} positions"
-        raise UserError(
-            f"the prompt has {prompt} tokens, {limit}: shorten it to at most {room - 1}"
-        )
-    return min(request.max_new_tokens, room - prompt)
