@@ -134,7 +134,7 @@ def test_non_finite_values_fail_one_row(tmp_path: Path, change: Callable[[Params
     assert bad.tokens == []
     (alone,) = in_one_slot(model, sound)
     assert len(good.tokens) == 30
-    assert good.tokens == alone.tokens
+    assert [replace(token, row=0) for token in good.tokens] == alone.tokens
 
 
 @pytest.mark.parametrize("number", NUMBERS)
