@@ -59,7 +59,7 @@ class Tally:
     drift: jax.Array  # float32 [4], see `regimes.thresholds_of`
     states: dict[str, Any]  # of each mechanism that keeps a state, by its name
     # Static, because JAX takes two classes of one name and form, as of a reloaded plugin, for one.
-    mechanisms: tuple[Any, ...] = struct.field(pytree_node=False)
+    kinds: tuple[type, ...] = struct.field(pytree_node=False)
 
 
 @struct.dataclass
@@ -176,7 +176,8 @@ def init_sampler_state(batch: int, mechanisms: Sequence[Any]) -> SamplerState:
     zero, zero_f = zeros((), np.int32), zeros((), np.float32)
     with jax.ensure_compile_time_eval():
         states = {m.name: jax.tree.map(np.asarray, m.init()) for m in mechanisms if m.init}
-    tally = Tally(zero, zero, zeros(2, np.float32), zeros(4, np.float32), states, tuple(mechanisms))
+    kinds = tuple(map(type, states.values()))
+    tally = Tally(zero, zero, zeros(2, np.float32), zeros(4, np.float32), states, kinds)
     proposal = Proposal(zero, zero_f, zero, zero_f, zero_f, zero)
     entry = TrailEntry(zero_f, proposal, tally, zero, zeros(MAX_ATTEMPTS, np.int32) - 1)
     entries = jax.tree.map(lambda x: np.stack([x] * MAX_REACH), entry)

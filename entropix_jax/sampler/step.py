@@ -213,16 +213,15 @@ def _score(ctx: Context) -> jax.Array:
 
 def _advance(ctx: Context, drawn: DrawnToken, was_drawn: jax.Array) -> Tally:
     """Returns the tally after one more committed token."""
-    tally = ctx.tally
-    advanced = {m.name: m.advance(ctx) for m in tally.mechanisms if m.advance is not None}
-    states = {**tally.states, **advanced}
+    states = {**ctx.tally.states}
+    states |= {m.name: m.advance(ctx) for m in ctx.parts.mechanisms if m.advance is not None}
     for _, m in ctx.parts.having("learn"):
-        learned = m.learn(drawn, replace(ctx, tally=replace(tally, states=states)))
+        learned = m.learn(drawn, replace(ctx, tally=replace(ctx.tally, states=states)))
         states[m.name] = where(was_drawn, learned, states[m.name])
     return replace(
-        tally,
-        queued=jnp.maximum(tally.queued - 1, 0),
+        ctx.tally,
+        queued=jnp.maximum(ctx.tally.queued - 1, 0),
         entropies=ctx.entropies,
-        drift=update_drift(ctx.metrics, ctx.settings, tally.drift),
+        drift=update_drift(ctx.metrics, ctx.settings, ctx.tally.drift),
         states=states,
     )

@@ -36,11 +36,11 @@ def test_progress_lines_without_a_terminal(
     """Prints one line per minute. Speed and time left exclude the first step, two seconds here."""
     clock = Mock(return_value=0.0)
     monkeypatch.setattr("entropix_jax.cli.status.time", Mock(monotonic=clock))
-    store, run = Mock(done=0), Mock(tokens=0, engine=Mock(steps=0, used=0.5))
+    store, run = Mock(done=0), Mock(tokens=0, begun=False, usage="50% of slots used")
     with ProgressView(store, run, 9) as view:
         for second in range(1, 181):
             clock.return_value = float(second)
-            store.done, run.tokens, run.engine.steps = second // 60, 10 * second, second - 1
+            store.done, run.tokens, run.begun = second // 60, 10 * second, second > 2
             view.looked()
     assert capsys.readouterr().err.splitlines() == [
         f"{done} of 9 done | {done * 600} tokens, 10 tok/s | 50% of slots used | {left} left"
