@@ -14,6 +14,7 @@ from itertools import chain, count, islice
 from typing import Any, Protocol, SupportsFloat
 
 from entropix_jax.batch.records import Record, content_hash
+from entropix_jax.batch.run import EngineRun
 from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.preparation import CalibratedSampler, calibrate_sampler, encode_prompt
 from entropix_jax.engine.results import Request, Row
@@ -218,7 +219,7 @@ class Results(Protocol):
         """Takes the result of a record."""
 
 
-class TrialRun:
+class TrialRun(EngineRun):
     """Runs trials of any settings in one batch, and stores their results."""
 
     def __init__(
@@ -255,16 +256,6 @@ class TrialRun:
                 trial: Trial = search.request.tag
                 store.write(trial.record, make_result(trial, search, seconds))
             on_event()
-
-    @property
-    def begun(self) -> bool:
-        """Whether the first step, which waits for the compiler, is done."""
-        return self.engine.steps > 1
-
-    @property
-    def usage(self) -> str:
-        """The share of slots with a row."""
-        return f"{self.engine.used:.0%} of slots used"
 
     def _calibrated(self, setting: Setting) -> CalibratedSampler:
         try:
