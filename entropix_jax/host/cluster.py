@@ -222,7 +222,7 @@ class Cluster:
                 return
 
     def _start_actors(self) -> None:
-        """Starts an actor in each place of the nodes that has none. UserError if there is none."""
+        """Starts the actors that the nodes have room for. UserError if no actor can be started."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
