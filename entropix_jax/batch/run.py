@@ -54,7 +54,23 @@ class _Stopped(BaseException):  # passes handlers of the storage drivers' except
     """Raised in a signal handler, to leave a blocked read of the input."""
 
 
-class BatchRun:
+class EngineRun:
+    """A run in an engine, for a line of progress."""
+
+    engine: Engine
+
+    @property
+    def begun(self) -> bool:
+        """Whether the first step, which waits for the compiler, is done."""
+        return self.engine.steps > 1
+
+    @property
+    def usage(self) -> str:
+        """The share of slots with a row."""
+        return f"{self.engine.used:.0%} of slots used"
+
+
+class BatchRun(EngineRun):
     """Runs records; each result is written as soon as it is complete.
 
     `tokens` counts the run's committed tokens, `failed` its records whose result is an error.
@@ -134,16 +150,6 @@ class BatchRun:
                 self.failed += event.row.error is not None
                 write(event.row.request.tag, self._result(event.row))
             looked()
-
-    @property
-    def begun(self) -> bool:
-        """Whether the first step, which waits for the compiler, is done."""
-        return self.engine.steps > 1
-
-    @property
-    def usage(self) -> str:
-        """The share of slots with a row."""
-        return f"{self.engine.used:.0%} of slots used"
 
     def stop(self) -> None:
         """Ends the run after the current event. Safe to call in a signal handler."""

@@ -36,9 +36,7 @@ Item = tuple[int, Any]  # its number in the input, and what the work gets
 class Work(Protocol):
     """Items that an actor runs as one batch."""
 
-    @property
-    def slots(self) -> int:
-        """The number of items that run at once."""
+    slots: int  # items that run at once
 
     def run(self, items: Iterator[Any], write: Callable[[Any, Any], None]) -> None:
         """Runs items, fetched as slots become free, and passes each with its result to `write`.
@@ -119,10 +117,7 @@ class _Actor:
 
 
 class Cluster:
-    """A connection to a Ray cluster with its actors, as a context manager.
-
-    `results` counts those so far.
-    """
+    """A connection to a Ray cluster with its actors, as a context manager."""
 
     def __init__(
         self, make: Make, *, address: str = ANY, cpus: int | None = None, devices: int = 1
@@ -135,7 +130,7 @@ class Cluster:
             devices: GPUs of an actor. An actor on a TPU host has all chips of the host.
         """
         require("ray", "ray")
-        self.results = 0
+        self.results = 0  # so far
         self._make, self._address = make, address
         self._cpus, self._devices = cpus, devices
         self._actors: list[_Actor] = []
@@ -227,7 +222,7 @@ class Cluster:
                 return
 
     def _start_actors(self) -> None:
-        """Starts an actor in each place of the nodes that has none. UserError if there is none."""
+        """Starts the actors that the nodes have room for. UserError if no actor can be started."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -78,8 +78,7 @@ class PhaseCopy:
         phase = read_phase(model, sweep, find_tasks(sweep), self.phase)
         settings = choose_settings(sweep, self.settings)
         run = TrialRun(model, settings, slots=self.slots, capacity=self.capacity)
-        trials = [*phase.trials(settings)]
-        return HostedTrials(run, trials, self.slots), identify(model)
+        return HostedTrials(run, [*phase.trials(settings)], self.slots), identify(model)
 
 
 def identify(model: LanguageModel) -> dict[str, Any]:

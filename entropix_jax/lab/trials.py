@@ -14,6 +14,7 @@ from itertools import chain, count, islice
 from typing import Any, Protocol, SupportsFloat
 
 from entropix_jax.batch.records import Record, content_hash
+from entropix_jax.batch.run import EngineRun
 from entropix_jax.engine.calibrated import CalibratedSampler, calibrate_sampler
 from entropix_jax.engine.loop import Engine
 from entropix_jax.engine.request import Request
@@ -219,7 +220,7 @@ class Results(Protocol):
         """Takes the result of a record."""
 
 
-class TrialRun:
+class TrialRun(EngineRun):
     """Runs trials of any settings in one batch, and stores their results."""
 
     def __init__(
@@ -238,10 +239,8 @@ class TrialRun:
             warnings.warn(note, Note, stacklevel=2)
         self.tokens = 0
         needs = [recording_for(setting.method, setting.forks) for setting in settings]
-        recording = Recording(
-            top=max(need.top for need in needs), state=any(need.state for need in needs)
-        )
-        self.engine = Engine(model, slots=slots, capacity=capacity, recording=recording)
+        needed = Recording(max(need.top for need in needs), state=any(need.state for need in needs))
+        self.engine = Engine(model, slots=slots, capacity=capacity, recording=needed)
 
     def run(
         self, trials: Iterable[Trial | None], store: Results, on_event: Callable[[], None]
@@ -256,16 +255,6 @@ class TrialRun:
                 trial: Trial = search.request.tag
                 store.write(trial.record, make_result(trial, search, seconds))
             on_event()
-
-    @property
-    def begun(self) -> bool:
-        """Whether the first step, which waits for the compiler, is done."""
-        return self.engine.steps > 1
-
-    @property
-    def usage(self) -> str:
-        """The share of slots with a row."""
-        return f"{self.engine.used:.0%} of slots used"
 
     def _calibrated(self, setting: Setting) -> CalibratedSampler:
         try:
