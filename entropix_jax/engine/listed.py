@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
 from entropix_jax.engine.calibrated import CalibratedSampler
-from entropix_jax.engine.programs import Programs, Steps
+from entropix_jax.engine.programs import Programs, PromptPart, Steps
 from entropix_jax.engine.prompts import PromptReader
 from entropix_jax.engine.request import Request
 from entropix_jax.engine.results import Row
@@ -47,35 +48,33 @@ def compile_listed(
     layout: Layout,
     state: DecodeState,
 ) -> None:
-    """Queues all programs of a list: of the first set those that are required at the start, then
-    the others, then the further sets. The smallest and the largest of each set come first. Only
-    shapes of the `state` are kept."""
+    """Queues all programs of a list: those that are required at the start, then the smallest and
+    the largest of each further set, then the others. Only shapes of the `state` are kept."""
     sampler, capacity = listed.sampler, state.history.shape[1]
     parts = Parts(sampler.mechanisms)
     windows = [decode_window(1, capacity)]
     while windows[-1] < capacity:
         windows.append(decode_window(windows[-1] + 1, capacity))
     prompts = [part for part in reader.list_parts() if part.rows <= layout.slots]
-    whole = list(dict.fromkeys((prompts[0], prompts[-1])))
-    for index, used in enumerate(listed.sets):
+    steps = []
+    for used in listed.sets:
         lanes = (False, True) if listed.may_fork(used) else (False,)
-        keys = [Steps(used, window, one) for one in lanes for window in windows]
-        programs.largest[used] = keys[-1]
-        ends = list(dict.fromkeys((keys[0], keys[-1])))
-        if index == 0:
-            programs.required = [*ends, *whole, "insert", "answer", "copy"]
-        for key in ends:
+        steps.append([Steps(used, window, one) for one in lanes for window in windows])
+        programs.largest[used] = steps[-1][-1]
+    first, *further = ((keys[0], keys[-1]) for keys in steps)
+
+    # Programs that each row needs.
+    row = RunningRow(Row(Request([0], sampler)), model, capacity)
+    arrival, number = row.arrival(sampler.mechanisms, capacity), np.int32(0)
+    programs.add("insert", insert, (state, number, arrival), {"mechanisms": sampler.mechanisms})
+    text = np.zeros(capacity, np.int32)
+    programs.add("answer", answer, (state, number, text, number, number), {})
+    programs.add("copy", share_prefix, (state, number, number, number), {})
+
+    required: tuple[Steps | PromptPart, ...] = (*first, prompts[0], prompts[-1])
+    programs.required = [*dict.fromkeys(required), "insert", "answer", "copy"]
+    for key in dict.fromkeys((*required, *chain(*further), *prompts, *chain(*steps))):
+        if isinstance(key, Steps):
             programs.add_steps(key, parts, state)
-        if index == 0:
-            row = RunningRow(Row(Request([0], sampler)), model, capacity)
-            arrival, number = row.arrival(sampler.mechanisms, capacity), np.int32(0)
-            static = {"mechanisms": sampler.mechanisms}
-            programs.add("insert", insert, (state, number, arrival), static)
-            text = np.zeros(capacity, np.int32)
-            programs.add("answer", answer, (state, number, text, number, number), {})
-            programs.add("copy", share_prefix, (state, number, number, number), {})
-            for part in (*whole, *(one for one in prompts if one not in whole)):
-                reader.add(part, layout, state)
-        for key in keys:
-            if key not in ends:
-                programs.add_steps(key, parts, state)
+        else:
+            reader.add(key, layout, state)

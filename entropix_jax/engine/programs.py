@@ -7,7 +7,6 @@ their rows.
 
 import logging
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,7 +44,7 @@ class Steps:
     lanes: bool = False
 
     def covers(self, other: "Steps") -> bool:
-        """Whether rows that need the other program can run in this one."""
+        """Returns whether this program can run rows that need the other one."""
         lanes = other.lanes <= self.lanes
         return lanes and other.window <= self.window and other.used <= self.used
 
@@ -61,14 +60,14 @@ class Steps:
 
 @dataclass(frozen=True)
 class PromptPart:
-    """The key of a program that reads prompts: tokens and cache positions of each of some rows."""
+    """The key of a prefill program: tokens and cache positions of each row, and number of rows."""
 
     size: int
     window: int
     rows: int = 1
 
     def covers(self, other: "PromptPart") -> bool:
-        """Whether tokens that need the other program can be read by this one."""
+        """Returns whether this program can read what the other one reads."""
         size, window = other.size <= self.size, other.window <= self.window
         return size and window and other.rows == self.rows
 
@@ -98,7 +97,7 @@ class Programs:
         self._model = model
         self._recording = recording
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
-        self._failed: dict[Hashable, Exception] = {}
+        self._failed: dict[Hashable, BaseException] = {}
         # Queued programs by key, with functions that compile them. The first one compiles next.
         self._queue: OrderedDict[Hashable, Callable[[], Any]] = OrderedDict()
         self._current: Hashable = None
@@ -142,11 +141,12 @@ class Programs:
         return {"config": self._model.config, "max_steps": MAX_STEPS, "program": program}
 
     def find(self, needed: Any) -> Any:
-        """Returns the key of the program for rows that need another one: the same without a list,
-        else that of the smallest compiled one that covers it, None if there is none."""
+        """Returns `needed` without a list, else the key of the cheapest compiled program that
+        covers it, None if there is none."""
         if not self.sets:
             return needed
-        keys = [key for key in [*self._compiled] if isinstance(key, type(needed))]
+        with self._changed:
+            keys = [key for key in self._compiled if isinstance(key, type(needed))]
         covering: list[Any] = [key for key in keys if key.covers(needed)]
         return min(covering, key=lambda key: key.cost, default=None)
 
@@ -155,11 +155,8 @@ class Programs:
         return next((one for one in self.sets if used <= one), None)
 
     def has(self, used: frozenset[str]) -> bool:
-        """Whether every batch of rows of a set can run.
-
-        Raises:
-            UserError: the set's largest program, or a required one, failed to compile.
-        """
+        """Returns whether every batch of rows of a set can run. UserError if the set's largest
+        program, or a required one, failed to compile."""
         self._check(self.largest[used])
         return self.missing() is None and self.largest[used] in self._compiled
 
@@ -172,10 +169,7 @@ class Programs:
 
     def missing(self) -> Hashable:
         """Returns the key of a required program that is not compiled yet, None if all are.
-
-        Raises:
-            UserError: one failed to compile.
-        """
+        UserError if one failed to compile."""
         for key in self.required:
             self._check(key)
         return next((key for key in self.required if key not in self._compiled), None)
@@ -200,22 +194,23 @@ class Programs:
                 self._changed.notify_all()
                 # A process that ends waits for one program at most.
                 if not (self._queue and threading.main_thread().is_alive()):
+                    self._queue.clear()  # nobody waits for a program that nobody compiles
                     self._current = None
                     return
                 self._current, compile_program = self._queue.popitem(last=False)
-            key, began = self._current, time.perf_counter()
+            key = self._current
             try:
                 program = compile_program()
                 if self.sets:
-                    self._compiled[key] = program
-                _LOG.info("compiled %s in %.1f s", key, time.perf_counter() - began)
-            except Exception as error:
+                    with self._changed:
+                        self._compiled[key] = program
+            except BaseException as error:  # a panic of a library, too: else the thread ends
                 self._failed[key] = error
                 # Else the call raises it, or `missing` does.
                 if self.sets and key not in self.required:
                     _LOG.error("compiling %s failed, it is not used: %s", key, _reason(error))
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """Returns the first line of an error."""
     return next(iter(str(error).splitlines()), type(error).__name__)

@@ -37,7 +37,7 @@ _LISTED_PART = 128
 # SmolLM2-135M take half the time so if they have 32 tokens, and three quarters if they have 128.
 TOGETHER = 4
 # Tokens of each row that are read together, at least. A CPU multiplies fewer vectors in another
-# way, to other last digits. (So many vectors and four times as many it multiplies alike.)
+# way, to other last digits. (32 and 128 vectors use the same kernel.)
 _MIN_TOGETHER = 32
 # Cache positions of such a row, at most: those of all four are copied, and a long row gains little.
 _MAX_WINDOW = 512
@@ -77,7 +77,7 @@ class PromptReader:
             state: donated.
             layout: where the slots are.
             rows: those in slots, by slot.
-            arrived: the slots of the new rows; the others are fully cached.
+            arrived: the slots to read; the others are fully cached, or wait to be read.
             stops: called before each call; True skips the rest.
         """
         cached = [slot for slot in rows if slot not in arrived]
@@ -123,6 +123,7 @@ class PromptReader:
                     key = self._programs.find(PromptPart(size, window, places))
                     # A program for several rows is never needed.
                     key = key or self._programs.find(PromptPart(size, window))
+                    assert key is not None, f"no program for {PromptPart(size, window)}"
                     now, slots = slots[: key.rows], slots[key.rows :]
                     state = self._read_part(state, layout, {i: rows[i] for i in now}, size, key)
         return state

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import operator
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -166,6 +169,22 @@ def test_a_program_that_fails(
     rows.append(row(model, "Guests:", "greedy", 5))
     run(engine, rows)
     check_as_without_list(model, rows)
+
+
+def test_nobody_waits_for_a_program_that_is_not_compiled(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiling thread survives a panic of a library, and ends with its process."""
+    made = Programs(model, Recording())
+    panics = SimpleNamespace(lower=Mock(side_effect=SystemExit("panic")))
+    for key in ("one", "two"):
+        made.add(key, panics, (), {})
+        made.wait(key, 60)
+    assert {*made._failed} == {"one", "two"}
+    monkeypatch.setattr(threading.main_thread(), "is_alive", lambda: False)
+    made.add("three", panics, (), {})
+    made.wait("three", 60)
+    assert made.counts == (0, 0)
 
 
 def long_row(model: LanguageModel) -> Row:
