@@ -158,8 +158,11 @@ def widen(state: DecodeState, layout: Layout, lanes: int) -> DecodeState:
     number = np.arange(len(wide.slot_of)).reshape(layout.shards, -1)
     is_new = jnp.asarray((number % (per_shard + new) >= per_shard).reshape(-1))
     parent = state.fork.parent + state.fork.parent // per_shard * new
+    trail = state.sampler.trail
     return replace(
         state,
+        # The first slot's row may draw a position again, a branch never does.
+        sampler=replace(state.sampler, trail=replace(trail, again=trail.again & ~is_new)),
         fork=replace(state.fork, parent=parent, branch=jnp.where(is_new, -1, state.fork.branch)),
         status=jnp.where(is_new, STOPPED, state.status),
     )

@@ -144,6 +144,8 @@ def test_widen(mesh: str | None) -> None:
         assert after[name].shape == (len(wide.slot_of), *values.shape[1:])
     assert (after[".status"][new] == STOPPED).all()
     assert (after[".fork.branch"][new] == -1).all()
+    assert before[".sampler.trail.again"][0]  # the row of the first slot draws a position again
+    assert not after[".sampler.trail.again"][new].any()
 
 
 @pytest.mark.parametrize("mesh", MESHES)
