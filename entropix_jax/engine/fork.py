@@ -54,7 +54,7 @@ def is_forked(state: DecodeState) -> jax.Array:
 
 
 def free_lanes(state: DecodeState) -> DecodeState:
-    """Frees the lanes of rows that the host has ended."""
+    """Ends the branches of rows that the host has ended, and frees their lanes."""
     parent = local_index(state.fork.parent, state.status.shape[0])
     stopped = jnp.take(state.status, parent, mode="clip") == STOPPED
     return _leave(state, stopped & (state.fork.branch >= 0))

@@ -102,7 +102,7 @@ class Engine(Roster):
         self.programs = Programs(model, self._recording, () if listed is None else listed.sets)
         self._parts = Parts(())  # static parts of the decode steps
         self._reading: list[int] = []  # slots whose texts are read part by part
-        self._paused: list[int] = []  # of them, those that are stopped on the device
+        self._paused: list[int] = []  # of them, those that are STOPPED on the device
         self._reader = PromptReader(model, capacity=capacity, keep=keep, programs=self.programs)
         self._chunk_steps = 1
         self._unpaced = 0  # in-flight chunks to exclude from pacing
@@ -150,7 +150,7 @@ class Engine(Roster):
         """
         self._slots = [None] * len(self._slots)
         self._waiting.clear()
-        self._source, self._number = iter(requests), 0
+        self._source = iter(requests)
         first = self._fetch()
         if first is None:
             return
@@ -172,6 +172,7 @@ class Engine(Roster):
         finally:  # the results may be kept for long: free the cache now
             del self._state
             self._known.clear()
+            self._number = 0
             self._forked, self._stopping, self._unpaced = False, False, 0
             self._reading, self._paused = [], []
 
@@ -223,8 +224,10 @@ class Engine(Roster):
         arrived = []
         for slot, row in enumerate(self._slots):
             if row is not None and row.running:
-                if row.moved:  # what it has kept is cached there, if its text has been read
-                    self._insert(slot, row, cached=0 if slot in self._reading else row.to_cache)
+                if row.moved:
+                    self._insert(slot, row, cached=row.cached)
+                    if row.cached < row.to_cache:
+                        arrived.append(slot)
                 continue
             if self._stopping or self._fetch() is None:
                 continue
@@ -236,21 +239,20 @@ class Engine(Roster):
                 shared = row.shared(fresh) if self._keep and row is not None else 0
                 self._insert(slot, fresh, cached=shared)
                 arrived.append(slot)
-        if not self._stopping:  # whether another one waits decides when the device returns
+        if not self._stopping:  # a waiting row makes the next chunk return early
             self._fetch()
         self._read_texts(arrived)
 
     def _read_texts(self, arrived: Sequence[int]) -> None:
         """Caches the texts of new rows and of rows that are only partly cached. With a list of
-        programs, and while other rows run, it caches one part per call."""
+        programs it caches one part per call."""
         rows = {slot: row for slot, row in enumerate(self._slots) if row is not None}
         running = self._running
         reading = [slot for slot in dict.fromkeys((*self._reading, *arrived)) if slot in running]
-        by_part = self._listed is not None and len(running) > len(reading)
         before = self._reader.read
 
         def stops() -> bool:
-            return self._stopping or (by_part and self._reader.read > before)
+            return self._stopping or (self._listed is not None and self._reader.read > before)
 
         if reading:
             with self._decode_compiles():
@@ -265,6 +267,7 @@ class Engine(Roster):
         self._parts = replace(self._parts, used=self._parts.used | row.request.sampler.parts.used)
         arrival = row.arrival(self._parts.mechanisms, self._capacity)
         if (lanes := self._lanes_for(row)) > self._layout.lanes:
+            self._check_cache(lanes)
             self._state = widen(self._state, self._layout, lanes)
             self._layout = replace(self._layout, lanes=lanes)
         arguments = self._state, self._layout.numbers[slot], arrival
@@ -345,9 +348,10 @@ class Engine(Roster):
         return not self._stopping and any(steps == 0 or row.remaining > steps for row in rows)
 
     def _dispatch(self) -> _Chunk:
-        """Gives the device a chunk of steps; it ends early where rows wait and slots are free."""
+        """Dispatches a chunk of steps. It returns early once slots are free while rows wait."""
         needed, steps = self._needed(), self._chunk_steps
         key = self.programs.find(needed)
+        assert key is not None, f"no program for {needed}"
         leaves = key.lanes and self.programs.find(replace(needed, lanes=False)) != key
         slots = self._layout.slots - len(self._reading)
         fewest = slots + 1 - max(slots // _SLOTS_PER_EMPTY, 1) if self._waiting else 1

@@ -1,7 +1,7 @@
 """The rows of a run on the host, and the caller's moves: fork, rewind, force, end.
 
 A move changes a row's `Row` and creates a new `RunningRow`, which is inserted before the next
-chunk. The old one ignores the results of chunks in flight.
+chunk once it has a slot. The old one ignores the results of chunks in flight.
 """
 
 from collections import deque
@@ -44,6 +44,8 @@ class Roster:
         """Returns the row that `run` will use once it fetches the request. Without this call the
         caller gets the row with its first event."""
         row = self._new[id(request)] = Row(request, number=request.number or 0)
+        if request.number is not None:  # no fork takes it
+            self._number = max(self._number, request.number + 1)
         return row
 
     def interrupt(self) -> Iterator[Event]:
@@ -99,8 +101,8 @@ class Roster:
 
     def rewind(self, row: Row, position: int) -> None:
         """Retracts the tokens of a row from a position on. It continues from there with other
-        random numbers, even if it has ended. No event reports this.
-        UserError as `fork`."""
+        random numbers and the sampler's counts of that place, even if it has ended. No event
+        reports this. UserError as `fork`."""
         kept = self._count_kept(row, position, row.request)
         gone = row.tokens[kept:]
         retracted = {*map(id, gone)}
@@ -116,24 +118,27 @@ class Roster:
         still queued. Their `action` is the name of a mechanism.
 
         Raises:
-            UserError: see `check_place`; more tokens than the remaining budget, an invalid token
-                id, an unknown action, a row that has ended or is not part of a run in progress.
+            UserError: see `check_place`; more tokens than remain of the budget, an invalid id, an
+                unknown action, a row that has ended or is not part of a run in progress.
         """
         self._check(row)
+        if row.finish_reason is not None:
+            name = row.request.row_id
+            raise UserError(f"row '{name}' has ended: rewind it before tokens are forced")
+        self._move(row, self._forced(row, tokens, action))
+
+    def _forced(self, row: Row, tokens: Sequence[int], action: str) -> Answer:
+        """Returns tokens to force on a row. UserError if they are not valid."""
         name = f"row '{row.request.row_id}'"
         actions = [mechanism.name for mechanism in row.request.sampler.mechanisms]
-        if row.finish_reason is not None:
-            raise UserError(f"{name} has ended: rewind it before tokens are forced")
-        budget = self._budget(row.request) - len(row.tokens)
-        if len(tokens) > budget:
-            raise UserError(f"{name}: a budget of {budget} is left for {len(tokens)} forced tokens")
+        remaining = self._budget(row.request) - len(row.tokens)
+        if len(tokens) > remaining:
+            raise UserError(f"{name}: {len(tokens)} forced tokens exceed the budget of {remaining}")
         if (strange := find_no_token(self._model, tokens)) is not None:
-            raise UserError(
-                f"the tokens forced on {name} hold {strange!r}, which is not a token id"
-            )
+            raise UserError(f"{name}: forced token {strange!r} is not a token id")
         if action not in actions:
             raise UserError(f"no mechanism is named '{action}'{nearest(action, actions)}")
-        self._move(row, Answer([*tokens], actions.index(action)))
+        return Answer([*tokens], actions.index(action))
 
     def _fetch(self) -> RunningRow | None:
         """Returns the next row, or None if there is none yet. Fetches a request if no row waits."""
@@ -142,14 +147,11 @@ class Roster:
             if row is None or row.request is not request:
                 row = Row(request)
             row.number = number = self._number if request.number is None else request.number
-            row.log = [
-                (token if token.row == number else replace(token, row=number), retracted)
-                for token, retracted in request.prefix
-            ]
+            row.log = [(replace(t, row=number), retracted) for t, retracted in request.prefix]
             row.tokens = [token for token, retracted in row.log if not retracted]
             row.retracted_tokens = [token for token, retracted in row.log if retracted]
-            action = request.sampler.parts.action(request.action) if request.forced else 0
-            self._waiting.append(self._run_row(row, Answer([*request.forced], action)))
+            forced = self._forced(row, request.forced, request.action)
+            self._waiting.append(self._run_row(row, forced))
         return self._waiting[0] if self._waiting else None
 
     def _check(self, row: Row) -> None:
@@ -171,13 +173,14 @@ class Roster:
 
     def _move(self, row: Row, forced: Answer = NOTHING) -> None:
         """Runs the changed row in its slot or its place in the queue. Without one it waits behind
-        other moved rows and before any request."""
+        other moved rows and before any request. Of tokens that only an end has committed the slot
+        may have cached others."""
         new = self._run_row(row, forced, moved=True)
         places: tuple[MutableSequence[Any], ...] = (self._slots, self._waiting)
         for rows in places:
             for i, old in enumerate(rows):
                 if old is not None and old.row is row:
-                    old.replaced = True
+                    old.replaced, new.cached = True, min(old.cached, new.to_cache)
                     rows[i] = new
                     return
         self._waiting.insert(sum(other.moved for other in self._waiting), new)

@@ -93,9 +93,9 @@ def check_request(model: LanguageModel, request: Request, capacity: int | None =
     padded_ids(all_end_ids(model, request))
     room = positions if capacity is None else min(positions, capacity)
     if prompt >= room:
-        limit = f"a row has room for {room}" if room < positions else f"the model {room} positions"
+        limit = "a row has room for" if room < positions else "the model has positions for"
         raise UserError(
-            f"the prompt has {prompt} tokens, {limit}: shorten it to at most {room - 1}"
+            f"the prompt has {prompt} tokens, but {limit} {room}: shorten it to at most {room - 1}"
         )
     return min(request.max_new_tokens, room - prompt)
 

@@ -35,15 +35,15 @@ class Move:
 class Row:
     """The result of a request. A notebook shows its text, coloured by regime.
 
-    `finish_reason` is "eos", "length" (the budget is spent), "context" (the model's last position
-    is reached), "stop" (a stop string), "confidence" (it was low), "error", "interrupt",
-    "cancelled" (by `Engine.end`), or None while the row runs. `retracted_tokens` are in order.
-    `log` has all tokens in the order of their events, each with a bool for retracted ones. `number`
-    is `Request.number`, or else the row's place in the order of arrival in its engine, forks
-    included. `budget` is the maximum number of tokens, set when the row begins to run. `source` is
-    the number of the row that it was forked from, with the length of that row's log; -1 stands for
-    a row of another run. `moves` are those of the caller. `forks` and `rewinds` count calls of
-    `Engine.fork` and `rewind` for the row.
+    `finish_reason` is "eos", "length" (the budget is spent), "context" (the model's or the engine's
+    last position is reached), "stop" (a stop string), the name of the mechanism that ended the row,
+    such as "confidence", "error", "interrupt", "cancelled" (by `Engine.end` or a search), or None
+    while the row runs. `log` has all tokens, each with a bool for retracted ones, in the order of
+    their events, of which `Engine.rewind` has none. `number` is `Request.number`, or else the row's
+    place in the order of arrival in its engine, forks included. `budget` is the maximum number of
+    tokens, set when the row begins to run. `source` is the number of the row that it was forked
+    from, with the length of that row's log; -1 stands for a row of another run. `moves` are those
+    of the caller. `forks` and `rewinds` count calls of `Engine.fork` and `rewind` for the row.
     """
 
     request: Request

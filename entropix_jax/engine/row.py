@@ -31,7 +31,7 @@ from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.text.stop import StopFilter
 
 _PROPOSAL = ("temperature", "top_k", "top_p", "min_p")  # of a `TokenRecord`
-_REASONS = {EOS: "eos", LENGTH: "length", ERROR: "error"}
+_REASONS = {EOS: "eos", LENGTH: "length"}
 
 
 class RunningRow:
@@ -70,15 +70,16 @@ class RunningRow:
         self._tokenizer = model.tokenizer
         self._stop = StopFilter[TokenRecord](request.stop)
         self._stream = model.tokenizer.stream(after=request.prompt)
-        # Tokens that a later step may retract, in between those that one did, in the order of their
-        # events.
+        # Tokens that are not committed yet, in the order of their events. The flag marks retracted
+        # ones.
         self._pending: list[tuple[TokenRecord, bool]] = []
         self._paths: list[list[TokenRecord]] = []  # of each branch, while the row is forked
         self._forked: TokenRecord | None = None  # of the last fork whose tokens are forced
         self._state = row.tokens[-1].state if row.tokens else None
         self._retrieved = 0 if self._state is None else int(self._state.states["inject"].begun)
         start = len(request.prompt) + sum(not retracted for _, retracted in request.prefix)
-        self._chosen = range(start, start + len(request.forced) if request.chosen else start)
+        chosen = len(request.forced) if request.chosen and not moved else 0
+        self._chosen = range(start, start + chosen)
         if row.log or forced.tokens or row.source is not None:
             action = request.sampler.mechanisms[forced.action].name
             counts = len(row.log), len(row.tokens), row.rewinds
@@ -253,6 +254,7 @@ class RunningRow:
         first, *rest = paths[joined.best]
         if joined.committed:
             # All of them were proposed by the fork's step, and paid for by its end.
+            assert joined.committed == len(paths[joined.best])
             drawn_by = {name: getattr(first, name) for name in _PROPOSAL}
             forwards = outcome.token.forwards
             first = replace(first, branches=branches, ambiguous=ambiguous, forwards=forwards)
@@ -285,7 +287,7 @@ class RunningRow:
                 yield self._token_event(token, (), retracted=True)
                 continue
             last = reason if not self._pending else None
-            if token.position in self._chosen and token.action == "inject":
+            if token.position in self._chosen and token.action == self.request.action:
                 token.chosen = True
             row.tokens.append(token)
             pieces = self._show(token, ends=last is not None)

@@ -227,7 +227,7 @@ class Search:
     @staticmethod
     def _may_fork(row: Row, at: int) -> bool:
         """Whether a continuation has a model-chosen token at an index and can be forked there. It
-        cannot within a text that was committed at once."""
+        cannot within a forced text."""
         tokens = row.tokens
         if len(tokens) <= at or tokens[at].action in _FORCED or tokens[at].top is None:
             return False

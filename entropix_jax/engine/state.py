@@ -18,7 +18,7 @@ from entropix_jax.sampler.state import (
 )
 from entropix_jax.stats import AttnStats, top
 
-# A row's status, which says why a row that does not run does not.
+# Status of a row. All but RUNNING say why it does not run.
 RUNNING = 0
 EOS, LENGTH, ERROR = 1, 2, 3  # ended by an end token, by its budget, by NaN or infinite logits
 STOPPED = 4  # ended by the host, or its text is not read yet; or a lane without a branch
@@ -27,7 +27,7 @@ FORKS = 7  # waits for lanes for its branches
 BRANCH_ENDED = 8  # a branch that waits for the others of its fork
 ENDED_BY = 16  # plus the index of the mechanism that ended the row
 
-# Fields of `DecodeState` that no step changes.
+# Fields of `DecodeState` that no step changes in slots.
 _FIXED = "prompt_length budget keys asks_for_text asks_for_choice settings eos_ids".split()
 
 
@@ -36,7 +36,7 @@ class Fork:
     """A row's fork. All branches of a fork have a copy. The first one runs in the row's own slot,
     the others in lanes."""
 
-    parent: jax.Array  # int32 [P], the row that was forked; of any other row itself
+    parent: jax.Array  # int32 [P], of a branch the slot of the row that was forked
     branch: jax.Array  # int32 [P], which of the branches this is; -1: none
     width: jax.Array  # int32 [P], how many branches there are
     waited: jax.Array  # int32 [P], steps that the row has been waiting for lanes
@@ -57,7 +57,7 @@ class DecodeState:
 
     A row's entire state lives in its slot, its sampler settings and end tokens included, so rows
     are independent. `history` is each row's text. The cache has all of it except the last token,
-    which the next step reads.
+    which the next step reads, and all of it if the row waits to fork or has failed.
     """
 
     cache: KVCache
@@ -89,7 +89,7 @@ class Recording:
 
     top: int = 0  # how many of the most likely tokens, with their probabilities
     layers: bool = False  # the attention entropy of each layer and head
-    # The sampler's state after each token, from which `Engine.fork` and `rewind` continue.
+    # The tally after each token, from which `Engine.fork` and `rewind` continue, without the trail.
     state: bool = False
     # Layers stay arrays, which `TokenRecord.to_json` makes plain: that takes longer than a step's
     # other records, and may never be needed.
@@ -120,7 +120,7 @@ class Joined:
     """The ends of forks; [P] fields."""
 
     joins: jax.Array  # bool: the row's fork ended. Where False, the other fields are undefined.
-    best: jax.Array  # int32, the branch that took the row's place
+    best: jax.Array  # int32, the branch with the highest score
     # int32, number of the branch's tokens that are committed. 0 if the row waits, or its first
     # token is forced.
     committed: jax.Array
@@ -132,7 +132,7 @@ class Joined:
 class StepRecord:
     """A step's effect on each row; [P] fields, or [steps, P] from a loop. [B] without lanes."""
 
-    live: jax.Array  # bool: the row was running; else the fields up to `settled` mean nothing
+    live: jax.Array  # bool: the row ran; else, unless it joins, undefined up to `settled`
     position: jax.Array  # int32, of the token
     forwards: jax.Array  # int32, when the token was chosen
     choice: Choice
@@ -176,7 +176,7 @@ def status_after_step(state: DecodeState, choice: Choice, step: Step, ends: jax.
     """Returns each row's status after the step, int32 [P]; `ends[P]` are branches that end."""
     is_branch, remaining = step.rows.branch >= 0, step.rows.remaining - 1
     after_token = status_after(remaining, choice.token, state.eos_ids)
-    table = (
+    table = (  # the first condition that holds decides
         (~step.rows.running, state.status),
         (ends, BRANCH_ENDED),
         (is_branch, RUNNING),

@@ -172,11 +172,7 @@ class TraceWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        """Opens the file.
-
-        Raises:
-            UserError: the path cannot be written.
-        """
+        """Opens the file. UserError if it cannot be written."""
         self._path = path
         try:
             # A name with bytes that are not UTF-8 becomes a JSON escape.
@@ -187,11 +183,7 @@ class TraceWriter:
             raise self._failure(error) from None
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Adds one object.
-
-        Raises:
-            UserError: the file cannot be written (a full disk, for example).
-        """
+        """Adds one object. UserError if the file cannot be written (a full disk, for example)."""
         try:
             self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
         except OSError as error:

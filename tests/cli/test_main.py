@@ -385,7 +385,10 @@ BAD: list[tuple[list[object], str]] = [
     (["--prompt-file", "empty.txt"], "the prompt is empty"),
     (["--prompt-file", "bytes.bin"], "bytes.bin: not UTF-8 at byte 1"),
     (["--prompt", os.fsdecode(b"a\xff")], "text is not valid Unicode at character"),
-    (["--prompt", "a " * 200, "--no-chat"], f"tokens, the model {MAX_POSITIONS} positions"),
+    (
+        ["--prompt", "a " * 200, "--no-chat"],
+        f"tokens, but the model has positions for {MAX_POSITIONS}",
+    ),
     (["--prompt"], "Missing value for argument '--prompt'"),
     (["--prompt", "a", "--max-new-tokens", 0], "--max-new-tokens must be at least 1, not 0"),
     (["--prompt", "a", "--max-new-tokens", "many"], "Error parsing --max-new-tokens: invalid"),

@@ -226,8 +226,8 @@ def test_samplers_of_one_run_must_share_mechanisms(tiny: LanguageModel) -> None:
     [
         ([5] * 10, 500, 100, 90),
         ([5] * 10, 10_000, None, 4086),
-        ([5] * 100, 5, 100, "the prompt has 100 tokens, a row has room for 100: shorten it to"),
-        ([5] * 4096, 5, None, "the prompt has 4096 tokens, the model 4096 positions"),
+        ([5] * 100, 5, 100, "the prompt has 100 tokens, but a row has room for 100: shorten it to"),
+        ([5] * 4096, 5, None, "the prompt has 4096 tokens, but the model has positions for 4096"),
         ([], 5, 100, "the prompt is empty"),
         ([5], 0, 100, "max_new_tokens must be at least 1, not 0"),
         ([1, 10**6], 1, None, "holds 1000000, which is not a token id"),

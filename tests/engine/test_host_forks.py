@@ -3,6 +3,7 @@ the same text, for any other rows and however far ahead the device was."""
 
 from __future__ import annotations
 
+import itertools
 import runpy
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from entropix_jax.engine.api import Generation
 from entropix_jax.engine.calibrated import calibrate_sampler
 from entropix_jax.engine.loop import Engine
 from entropix_jax.engine.request import Request
@@ -289,8 +291,8 @@ def test_invalid_moves_are_rejected(tiny: LanguageModel) -> None:
             refused(f"{where} {first + 6}", engine.rewind, row, first + 6)
             refused(f"{where} {first - 1}", engine.fork, row, 1, position=first - 1)
             refused("'y' is not one of a run in progress", engine.rewind, other, first)
-            refused("budget of 7 is left for 8 forced tokens", engine.force, row, [5] * 8)
-            refused("hold 99999, which is not a token id", engine.force, row, [5, 99999])
+            refused("8 forced tokens exceed the budget of 7", engine.force, row, [5] * 8)
+            refused("forced token 99999 is not a token id", engine.force, row, [5, 99999])
             refused("no mechanism is named 'injekt', did", engine.force, row, [5], action="injekt")
         if row.finish_reason is not None:
             refused(f"no budget left at position {first + 12}", engine.fork, row, 1)
@@ -298,6 +300,8 @@ def test_invalid_moves_are_rejected(tiny: LanguageModel) -> None:
             refused("has ended: rewind it", engine.force, row, [5])
 
     drive(tiny, [row], look)
+    with pytest.raises(UserError, match="forced token 99999 is not a token id"):
+        drive(tiny, [request_of(tiny, "z", forced=[5, 99999])])
     refused("is not one of a run in progress", engine.rewind, row, first)
     for event in engine.run([row.request]):  # without states
         if event.row.tokens:
@@ -422,6 +426,46 @@ def test_a_row_that_is_ended_frees_its_lanes(
     assert len(rows[0].tokens) <= 3
     check_against_fresh_row(tiny, rows[1])
     check_against_fresh_row(tiny, rows[2])
+
+
+def test_a_row_rewound_after_its_end_reads_what_it_kept(tiny: LanguageModel) -> None:
+    """Its end commits tokens that the device may have replaced since. They are read again."""
+    rows = [Row(request_of(tiny, "x" * i, seed=5), number=i) for i in range(SLOTS)]
+    engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=RECORDING)
+    kept, turns = [], itertools.count()
+
+    def between() -> None:
+        if next(turns) == 4:
+            for row in (row for row in rows if engine.end(row) and row.tokens):
+                engine.rewind(row, len(row.request.prompt) + len(row.tokens))
+                kept.append((row, [*row.tokens]))
+
+    list(engine.run(as_requests(engine, rows), between))
+    again = fresh_rows(tiny, [(row.request, tokens, 1) for row, tokens in kept])
+    assert [is_same(row, other) for (row, _), other in zip(kept, again, strict=True)] == [True] * 4
+
+
+def test_tokens_that_a_person_chose_are_marked(tiny: LanguageModel) -> None:
+    """A rewind before them continues with the sampler's own tokens."""
+    row = Row(request_of(tiny, "x", budget=6, forced=[5, 6], chosen=True, action="sample"))
+
+    def look(engine: Engine, event: Event) -> None:
+        if len(row.tokens) == 4 and not row.rewinds:
+            engine.rewind(row, len(row.request.prompt))
+
+    drive(tiny, [row], look)
+    assert [token.chosen for token, gone in row.log if gone][:4] == [True, True, None, None]
+    assert {token.chosen for token in row.tokens} == {None}
+
+
+def test_a_fork_takes_no_number_of_a_later_sample(tiny: LanguageModel) -> None:
+    engine = Engine(tiny, slots=1, capacity=CAPACITY, recording=RECORDING)
+    wanted = [request_of(tiny, "x" * i, budget=3) for i in range(3)]
+    run = Generation(tiny, wanted, engine=engine)
+    forks: list[Row] = []
+    for event in run:
+        forks = forks or engine.fork(event.row, 2)
+    assert [row.number for row in (*run.rows, *forks)] == [0, 1, 2, 3, 4]
 
 
 # Random schedules

@@ -390,7 +390,7 @@ def test_all_settings_share_their_programs(words: Path, folder: str, tmp_path: P
     for row in rows:
         assert (row["item"] == "test 2") == (row["finish_reason"] == "error")
         if row["finish_reason"] == "error":
-            assert f"the model {MAX_POSITIONS} positions" in row["error"]
+            assert f"the model has positions for {MAX_POSITIONS}" in row["error"]
             found = [row[name] for name in ("text", "answer", "score", "tokens")]
             assert found == ["", "", "0.0", "0"]
     greedy = [float(row["score"]) for row in rows if row["setting"] == "$a_{$ | b"]
