@@ -60,7 +60,7 @@ TOKENS = 24  # of an answer
 LONG = 400  # tokens of a stream that is not read to its end
 SLOW_SECONDS = 5.0
 # Lines of a log in which nothing went wrong.
-USUAL = ("memory of each device", "listening on", "note:", "compiling the usual programs")
+USUAL = ("memory of each device", "listening on", "note:", "compiling programs")
 
 
 class Server:
