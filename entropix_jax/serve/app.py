@@ -34,10 +34,10 @@ from entropix_jax.sampler.files import preset_names
 from entropix_jax.serve.answers import Answer, Updates
 from entropix_jax.serve.guard import Guard
 from entropix_jax.serve.kept import RowStore
+from entropix_jax.serve.model import ServedModel
 from entropix_jax.serve.page import PageFiles
 from entropix_jax.serve.request import (
     GenerationRequest,
-    ServedModel,
     chat_request,
     choose_method,
     completion_request,
@@ -54,14 +54,7 @@ from entropix_jax.serve.schema import (
     parse,
     try_again,
 )
-from entropix_jax.serve.wire import (
-    CLIENT_GONE,
-    error_answer,
-    events,
-    json_answer,
-    read_body,
-    unless_gone,
-)
+from entropix_jax.serve.wire import events, json_answer, read_body, refuse, unless_gone
 from entropix_jax.serve.worker import Ticket, Update, Worker
 
 KEEP = 32768  # tokens of kept rows
@@ -303,14 +296,8 @@ class Api:
     def _header(self, row: Row) -> dict[str, Any]:
         """Returns the header of a row's trace. Decodes the prompt, so call it in a thread."""
         asked, served = row.request, self._served
-        return header(
-            served.model,
-            asked.sampler,
-            asked.prompt,
-            seed=asked.seed,
-            name=served.name,
-            messages=asked.messages,
-        )
+        facts: Any = {"seed": asked.seed, "name": served.name, "messages": asked.messages}
+        return header(served.model, asked.sampler, asked.prompt, **facts)
 
     async def delete(self, request: Request) -> Response:
         """`DELETE /v1/rows/ID`."""
@@ -405,15 +392,5 @@ def make_app(
         )
         middleware.insert(0, cors)
     kinds = (UserError, HTTPException, ClientDisconnect, Exception)
-    handlers: dict[Any, Any] = dict.fromkeys(kinds, _refuse)
+    handlers: dict[Any, Any] = dict.fromkeys(kinds, refuse)
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
-
-
-async def _refuse(request: Request, error: Exception) -> Response:
-    """Answers a request that fails."""
-    if isinstance(error, ClientDisconnect):
-        return Response(status_code=CLIENT_GONE)
-    if isinstance(error, HTTPException):  # the path or the method does not exist
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        error = ApiError(message, status=error.status_code, headers=dict(error.headers or {}))
-    return error_answer(error)

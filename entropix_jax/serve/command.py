@@ -28,7 +28,7 @@ from entropix_jax.host.interrupts import deferred_interrupts, exit_at_once
 if TYPE_CHECKING:
     from entropix_jax.engine.programs import Programs
     from entropix_jax.sampler.sampler import Sampler
-    from entropix_jax.serve.request import ServedModel
+    from entropix_jax.serve.model import ServedModel
 
 _LOOK = 0.04  # seconds of a chunk of steps
 _STATUS_SECONDS = 0.1
@@ -192,7 +192,7 @@ def _load(arguments: Arguments, sampler: "Sampler") -> "ServedModel":
     from entropix_jax.engine.calibrated import calibrate_sampler
     from entropix_jax.engine.loop import shared_lanes
     from entropix_jax.sampler.mechanisms import MECHANISMS
-    from entropix_jax.serve.request import ServedModel
+    from entropix_jax.serve.model import ServedModel
 
     name = model_name(arguments.model.model)
     slots = arguments.slots + shared_lanes(arguments.slots)

@@ -16,7 +16,7 @@ from entropix_jax.engine.programs import Programs, Steps
 from entropix_jax.engine.state import Recording
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.serve.request import ServedModel
+from entropix_jax.serve.model import ServedModel
 from entropix_jax.serve.schema import ApiError
 from entropix_jax.serve.worker import Ticket, Update, Worker
 from tests.support.runs import unrun
