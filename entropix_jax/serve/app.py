@@ -386,11 +386,9 @@ def make_app(
     ]
     middleware = [Middleware(Guard, host=host, keys=keys, origins=origins)]
     if origins:
-        methods = ["GET", "POST", "DELETE"]
-        cors = Middleware(
-            CORSMiddleware, allow_origins=origins, allow_headers=["*"], allow_methods=methods
-        )
-        middleware.insert(0, cors)
+        allowed: Any = {"allow_origins": origins, "allow_headers": ["*"]}
+        allowed["allow_methods"] = ["GET", "POST", "DELETE"]
+        middleware.insert(0, Middleware(CORSMiddleware, **allowed))
     kinds = (UserError, HTTPException, ClientDisconnect, Exception)
     handlers: dict[Any, Any] = dict.fromkeys(kinds, refuse)
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
