@@ -190,7 +190,8 @@ class Api:
             return
         if (found := programs.set_of(used)) is None:
             name = min(used - programs.sets[-1])
-            message = f"entropix.sampler: this server has no program with '{name}' (--presets)"
+            hint = "start the server with a preset or --set that uses it"
+            message = f"entropix.sampler: mechanism '{name}' is not compiled here: {hint}"
             raise ApiError(message, param="entropix.sampler")
         if not programs.has(found):
             count = f"{programs.counts[1]} are left"

@@ -13,6 +13,7 @@ from entropix_jax.errors import UserError, nearest
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.files import is_preset, preset_names
 from entropix_jax.sampler.mechanisms import MECHANISMS
+from entropix_jax.sampler.mechanisms.surrogate import SURROGATE
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.serve.schema import ApiError
@@ -34,7 +35,7 @@ class ServedModel:
         sampler: of requests without sampling options.
         context: cache positions of a row.
         top: maximum number of alternatives per token.
-        presets: whose mechanisms are compiled, None for all.
+        presets: whose mechanisms are compiled, None for all mechanisms.
     """
 
     name: str
@@ -46,16 +47,20 @@ class ServedModel:
 
     def list_programs(self) -> ProgramList:
         """Returns the list of the server's programs: first the mechanisms of its sampler and of the
-        API's options, then those of the presets and the user's own, too."""
+        API's options, then also those of the presets, by default all, and the user's own."""
 
         def mechanisms_of(choices: Iterable[str | None]) -> frozenset[str]:
             samplers = (self.choose_sampler(choice, _OPTIONS) for choice in choices)
             return frozenset[str]().union(*(sampler.parts.used for sampler in samplers))
 
         first = mechanisms_of((None, GREEDY, PLAIN))
-        every = first | mechanisms_of(preset_names() if self.presets is None else self.presets)
-        if own := self.sampler.mechanisms[len(MECHANISMS) :]:
-            every |= {mechanism.name for mechanism in own}
+        user_mechanisms = self.sampler.mechanisms[len(MECHANISMS) :]
+        every = first | mechanisms_of(self.presets or ())
+        every |= {mechanism.name for mechanism in user_mechanisms}
+        if self.presets is None:
+            # A surrogate is a control for studies, and takes time to compile.
+            every |= {mechanism.name for mechanism in MECHANISMS} - {SURROGATE.name}
+        elif user_mechanisms:
             every |= {mechanism.name for mechanism in MECHANISMS if mechanism.may is not None}
         return ProgramList(self.choose_sampler(), [*dict.fromkeys((first, every))])
 

@@ -27,13 +27,9 @@ ROOT = Path(__file__).parents[2]
 def test_serve_drains_at_a_signal(tiny: LanguageModel) -> None:
     """The server finishes running requests and rejects new ones."""
     command = "-m entropix_jax serve --model tiny --port 0 --slots 2 --context 512".split()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with contextlib.ExitStack() as stack:
-        process = stack.enter_context(
-            subprocess.Popen(
-                [sys.executable, *command], env=environment, stderr=subprocess.PIPE, text=True
-            )
-        )
+    options: Any = {"env": {**os.environ, "PYTHONPATH": str(ROOT)}, "stderr": subprocess.PIPE}
+    started = subprocess.Popen([sys.executable, *command], text=True, **options)
+    with started as process, contextlib.ExitStack() as stack:
         stack.callback(process.kill)  # even if an assertion below fails
         assert process.stderr is not None
         lines = [process.stderr.readline() for _ in range(3)]

@@ -744,9 +744,8 @@ def test_equal_thresholds_are_separated_by_dragging(fresh: Watched, running: Run
     higher = thresholds(page)
     assert higher[:3] == [h1, h2, u1]
     assert higher[3] > u2
-    assert (
-        shown_percentiles(page)[3] == f"{round(CALIBRATION.rank('varentropy', higher[3]), 1):g} %"
-    )
+    rank = CALIBRATION.rank("varentropy", higher[3])
+    assert shown_percentiles(page)[3] == f"{round(rank, 1):g} %"
     page.mouse.move(x, y + 30)  # it stops at the lower threshold
     frames(page)
     assert thresholds(page) == [h1, h2, u1, u2]

@@ -24,14 +24,8 @@ from tests.support.samplers import EVERYTHING
 from tests.support.servers import Running, serve
 
 # Changes to the server's sampler, with settings whose state depends on the whole row.
-FULL: dict[str, Any] = {
-    **EVERYTHING,
-    "inject.thought": " More precisely,",
-    "branch.min_p": 0.1,
-    "dry.multiplier": 0.5,
-    "truncation.rule": "mirostat",
-    "mirostat.target": 9.0,
-}
+FULL: dict[str, Any] = {**EVERYTHING, "inject.thought": " More precisely,", "branch.min_p": 0.1}
+FULL |= {"dry.multiplier": 0.5, "truncation.rule": "mirostat", "mirostat.target": 9.0}
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "Once upon a time", "seed": 29, "max_tokens": 40}
 # The first one compiles the program for all of them.
 SAMPLERS: dict[str, Any] = {"full": FULL, "mirostat": "mirostat", "entropix": "entropix"}
