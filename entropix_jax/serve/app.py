@@ -183,8 +183,8 @@ class Api:
         return await asyncio.to_thread(continuation_request, self._served, body, row)
 
     def _check_programs(self, sampler: CalibratedSampler) -> None:
-        """Raises ApiError if a sampler's programs are not in the server's list (400), or not yet
-        compiled (503)."""
+        """Raises ApiError if a sampler's programs are not in the server's list (400), failed to
+        compile (500), or are not yet compiled (503)."""
         programs, used = self._worker.engine.programs, sampler.parts.used
         if not programs.sets:
             return
@@ -193,9 +193,13 @@ class Api:
             hint = "start the server with a preset or --set that uses it"
             message = f"entropix.sampler: mechanism '{name}' is not compiled here: {hint}"
             raise ApiError(message, param="entropix.sampler")
-        if not programs.has(found):
-            count = f"{programs.counts[1]} are left"
-            reason = f"the programs of sampler '{sampler.name}' are being compiled, {count}"
+        try:
+            compiled = programs.has(found)
+        except UserError as error:
+            raise ApiError(str(error), status=500, code="compile_failed") from None
+        if not compiled:
+            count = f"{programs.counts[1]} in the queue"
+            reason = f"the programs of sampler '{sampler.name}' are still compiling ({count})"
             raise try_again(reason, 30, code="compiling")
 
     async def _respond(self, answer: Answer, form: ResponseForm | None) -> Response:

@@ -148,13 +148,24 @@ def _serve(
         server.should_exit = True
         exit_at_once()  # at the next signal
 
+    async def watch_programs() -> None:
+        """Ends a server that accepts connections (`--cold`) if a required program fails."""
+        try:
+            while programs.missing() is not None and not server.should_exit:
+                await asyncio.sleep(_STATUS_SECONDS)
+        except UserError:
+            stop()
+            raise
+
     async def serve() -> None:
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         if not server.should_exit:
             ready = f"{served.name}: page at {url}/, API listening on {url}/v1"
             print(ready, file=sys.stderr, flush=True)
+        watching = asyncio.create_task(watch_programs())
         await server.serve([listener])
+        await watching
 
     programs = engine.programs
     worker.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -78,14 +79,22 @@ def test_errors_of_serve(tmp_path: Path) -> None:
     one_error(run_command("serve", "--port", 0, "--model", "./none"), "none")
 
 
-def test_a_program_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The start ends with the reason."""
+@pytest.mark.parametrize("cold", ["", "--cold"])
+def test_a_program_that_cannot_be_compiled(cold: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server ends with the reason, also if it accepts connections already."""
     broken = Mock(**{"lower.side_effect": RuntimeError("no such luck\nmore")})
     monkeypatch.setattr("entropix_jax.engine.programs.decode_for_backend", lambda: broken)
     server = Mock(should_exit=False)  # a real one's logging would close pytest's captured stream
+
+    async def listen(_: Any) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while not server.should_exit:
+                await asyncio.sleep(0.01)
+
+    server.serve = listen
     monkeypatch.setattr("entropix_jax.serve.http.HttpServer", lambda *_: server)
     start = "--model tiny --port 0 --slots 1 --context 512 --sampler greedy --presets greedy"
-    line = refusal(run_command("serve", *start.split()))
+    line = refusal(run_command("serve", *f"{start} {cold}".split()))
     assert line.startswith("error: compiling steps of 512 positions, ")
     assert line.endswith("failed: no such luck")
 

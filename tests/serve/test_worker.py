@@ -152,7 +152,13 @@ async def test_requests_whose_programs_are_missing(standing: Standing, tiny: Lan
         later = await post("mirostat")
         assert (later.status_code, later.headers["retry-after"]) == (503, "30")
         assert later.json()["error"]["code"] == "compiling"
-        assert "the programs of sampler 'mirostat' are being compiled" in later.text
+        assert "of sampler 'mirostat' are still compiling (0 in the queue)" in later.text
+        programs._failed[Steps(second, 64)] = RuntimeError("no such luck\nmore")
+        answer = await post("mirostat")
+        broken = answer.json()["error"]
+        assert (answer.status_code, broken["code"]) == (500, "compile_failed")
+        assert broken["message"].endswith("failed: no such luck")
+        programs._failed.clear()
         programs._compiled[Steps(second, 64)] = print
         assert (await post("mirostat")).status_code == 200
         never = await post("xtc")
