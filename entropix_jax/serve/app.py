@@ -96,14 +96,14 @@ class Run:
     async def updates(self) -> Updates:
         """Yields the updates of the rows until all have ended. Raises ApiError if the time limit
         passed before any row had a slot."""
-        left = len(self._tickets)
-        while left:
+        running = len(self._tickets)
+        while running:
             index, updates = await self._updates.get()
             rows = (row for ticket in self._tickets for row in ticket.rows)
             late = self._loop.time() >= self._timer.when()
             if late and all(row.started is None for row in rows):
                 raise try_again("the request timed out", 10, code="timeout")
-            left -= updates[-1].finish_reason is not None
+            running -= updates[-1].finish_reason is not None
             yield index, updates
 
     def end(self) -> None:
@@ -156,8 +156,8 @@ class Api:
         body = parse(kind, await read_body(request))
         common = body.to_chat() if isinstance(body, Responses) else body
         self._served.check_name(common.model)
-        if common.rows > self._worker.most:
-            limit = f"at most {self._worker.most} are possible"
+        if common.rows > self._worker.max_rows:
+            limit = f"at most {self._worker.max_rows} are possible"
             raise ApiError(f"{common.rows} rows are requested, {limit}", param="n")
         keeps = self._store.capacity > 0
         if common.entropix.keep and not keeps:

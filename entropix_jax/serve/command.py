@@ -213,8 +213,8 @@ def _load(arguments: Arguments, sampler: "Sampler") -> "ServedModel":
         print(f"note: {note}", file=sys.stderr)
     if arguments.name is None and Path(name).exists():
         name = Path(name).resolve().name  # clients do not see its folder
-    own = [mechanism.name for mechanism in sampler.mechanisms[len(MECHANISMS) :]]
-    if own:
-        print(f"note: compiled with the presets: {', '.join(own)}", file=sys.stderr)
+    if user_mechanisms := sampler.mechanisms[len(MECHANISMS) :]:
+        names = ", ".join(mechanism.name for mechanism in user_mechanisms)
+        print(f"note: compiled with the presets: {names}", file=sys.stderr)
     presets, top = arguments.presets or None, arguments.top_logprobs
     return ServedModel(arguments.name or name, model, sampler, context, top, presets)

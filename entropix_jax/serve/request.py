@@ -135,11 +135,11 @@ def completion_request(served: ServedModel, body: Completion) -> GenerationReque
         raise ApiError("max_tokens: 0 requires echo", param="max_tokens")
     tokenizer, prompts = served.model.tokenizer, []
     encode = partial(tokenizer.encode_offsets, escape=bool(body.entropix.escape_special))
-    for given in body.prompt:
-        is_text = isinstance(given, str)
-        tokens, offsets = encode(given) if is_text else (given, None)
+    for prompt in body.prompt:
+        is_text = isinstance(prompt, str)
+        tokens, offsets = encode(prompt) if is_text else (prompt, None)
         _check_prompt(served, tokens, budget)
-        text = given if is_text else tokenizer.decode(tokens, skip_special=False)
+        text = prompt if is_text else tokenizer.decode(tokens, skip_special=False)
         prompts.append(Prompt(tokens, text, offsets))
     return _new_rows(served, body, prompts, budget, body.logprobs, echo=body.echo)
 
@@ -156,15 +156,15 @@ def continuation_request(served: ServedModel, body: Completion, row: Row) -> Gen
     assert place is not None
     excluded = {"prompt": body.prompt, "n": body.n > 1, "echo": body.echo}
     excluded |= {"best_of": body.best_of not in (None, body.n), "entropix.id": own.id}
-    if names := [name for name, given in excluded.items() if given]:
+    if names := [name for name, is_given in excluded.items() if is_given]:
         message = f"{names[0]} cannot be combined with entropix.from"
         raise ApiError(message, param=names[0].partition(".")[0])
     if body.max_tokens == 0:
         raise ApiError("max_tokens must be at least 1", param="max_tokens")
     _check_top(served, body.logprobs, "logprobs")
     served.check_tokens(place.token, "entropix.from", "entropix")
-    left = old.max_new_tokens - place.position
-    budget = body.max_tokens or (left if left > 0 else _DEFAULT_TOKENS)
+    remaining = old.max_new_tokens - place.position
+    budget = body.max_tokens or (remaining if remaining > 0 else _DEFAULT_TOKENS)
     request = replace(
         old,
         sampler=_sampler(served, body, old.sampler),
@@ -289,11 +289,11 @@ def _biases(served: ServedModel, bias: Mapping[str, float]) -> dict[str, Any]:
     served.check_tokens([*map(int, bias)], "logit_bias", "logit_bias")
     bans = sorted(int(token) for token, value in bias.items() if value == _BAN)
     others = sorted([int(token), value] for token, value in bias.items() if value != _BAN)
-    for number, most, values in (
+    for count, limit, values in (
         (len(bans), MAX_BANS, f"{_BAN:g}, which bans them"),
         (len(others), MAX_BIASES, f"a bias other than {_BAN:g}"),
     ):
-        if number > most:
-            message = f"logit_bias: at most {most} tokens may have {values}"
+        if count > limit:
+            message = f"logit_bias: at most {limit} tokens may have {values}"
             raise ApiError(message, param="logit_bias")
     return {"draw.bans": bans, "draw.bias": others}
