@@ -486,6 +486,17 @@ def test_a_request_that_fails_leaves_no_text(shown: Watched, page: Any) -> None:
     shown.messages.clear()
 
 
+def test_a_request_is_repeated_until_its_programs_are_compiled(shown: Watched, page: Any) -> None:
+    error = {"message": "still compiling (5 in the queue): try again later", "code": "compiling"}
+    answer = {"status": 503, "headers": {"Retry-After": "1"}, "json": {"error": error}}
+    page.route("**/v1/completions", lambda route: route.fulfill(**answer), times=1)
+    page.click("#go")
+    reason = "still compiling (5 in the queue): the page tries again in 1 s"
+    page.wait_for_selector(f"#main .about:has-text('{reason}')")
+    settled(page, 2)
+    shown.messages.clear()
+
+
 def focused(page: Any) -> str:
     found: str = page.evaluate("document.activeElement.id || document.activeElement.textContent")
     return found
