@@ -67,10 +67,10 @@ class Arguments:
     """Total tokens of retained rows, which can be continued later. 0 retains no rows and records no
     attention entropies of layers."""
     presets: Annotated[tuple[str, ...], _presets] = ()
-    """Presets that requests may name (default: all). Their programs are compiled after the server's
-    own. Requests that need them get status 503 until then."""
+    """Presets whose programs are compiled after the server's own (default: all). Requests that need
+    them get status 503 until then."""
     cold: Flag = False
-    """Listen at once. By default the server's own programs are compiled first."""
+    """Accept connections at once. Requests get status 503 until the programs are compiled."""
     name: Annotated[str | None, option("NAME")] = None
     """Name of the model in the API (default: the model's own name, or its folder's)."""
     api_key_file: File = None
@@ -187,7 +187,7 @@ def _serve(
 def _await_programs(programs: "Programs", stops: Callable[[], bool]) -> None:
     """Waits for the programs without which no request can run. UserError if one fails to compile,
     whose reason it has."""
-    status, message = StatusLine(), "compiling the usual programs (minutes, once)"
+    status, message = StatusLine(), "compiling programs (takes minutes, once)"
     if not status.enabled:
         print(f"{message} ...", file=sys.stderr)
     try:
@@ -215,6 +215,7 @@ def _load(arguments: Arguments, sampler: "Sampler") -> "ServedModel":
         name = Path(name).resolve().name  # clients do not see its folder
     if user_mechanisms := sampler.mechanisms[len(MECHANISMS) :]:
         names = ", ".join(mechanism.name for mechanism in user_mechanisms)
-        print(f"note: compiled with the presets: {names}", file=sys.stderr)
+        note = f"your mechanisms are compiled with the presets' programs: {names}"
+        print(f"note: {note}", file=sys.stderr)
     presets, top = arguments.presets or None, arguments.top_logprobs
     return ServedModel(arguments.name or name, model, sampler, context, top, presets)
