@@ -2,7 +2,7 @@
 
 It is the paper's first stage. Where the entropy of a token's distribution exceeds a threshold, and
 there are fewer rows than wanted, the row is forked before that token, and the fork takes the
-likeliest other one. What rows share is computed once, and a prompt without doubt gets one row.
+most likely other one. What rows share is computed once, and a prompt without doubt gets one row.
 
     python docs/examples/eager.py
 """
@@ -15,7 +15,7 @@ PROMPT, THRESHOLD, ROWS, TOKENS = "Question: ", 3.0, 8, 60  # bits; rows at most
 
 def sample_eagerly(engine: Engine, request: Request, threshold: float, most: int) -> list[Row]:
     """Runs a request and its forks, at most `most` rows. `threshold` is in bits. The engine must
-    record states and the two likeliest tokens."""
+    record states and the two most likely tokens."""
     rows = [engine.new_row(request)]
     for event in engine.run([request]):
         token = event.token

@@ -97,6 +97,5 @@ def run(arguments: Arguments) -> int:
         stop=stop,
     )
     context = choose_context(arguments.context, model.config, _MAX_CONTEXT)
-    actions = arguments.highlight == "actions"
-    quiet = arguments.quiet
-    return Session(model, name, arguments.model, request, context, messages, quiet, actions).run()
+    shown = arguments.quiet, arguments.highlight == "actions"
+    return Session(model, name, arguments.model, request, context, messages, *shown).run()

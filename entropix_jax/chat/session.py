@@ -52,10 +52,8 @@ class Session:
         if self.model.tokenizer.chat_template is None:
             hint = "it cannot chat (entropix-jax generate continues a text)"
             raise UserError(f"{self.model.folder}: this model has no chat template: {hint}")
-        recording = Recording(top=_TOP, layers=True)
-        self._engine = Engine(
-            self.model, slots=1, capacity=self.context, recording=recording, keep=True
-        )
+        options: Any = {"recording": Recording(top=_TOP, layers=True), "keep": True}
+        self._engine = Engine(self.model, slots=1, capacity=self.context, **options)
         self._typed = is_terminal(sys.stdin)
         self._err = Console(stderr=True, highlight=False, soft_wrap=True)
         self._pressed: list[int] = []  # signals since the last line
@@ -70,10 +68,8 @@ class Session:
         """
         if self._typed:
             self._show_legend()
-            sampler = f"sampler {self.request.sampler.name}"
-            self._say(
-                f"{self.name}, {sampler}, context {self.context} tokens. /help lists the commands."
-            )
+            about = f"{self.name}, sampler {self.request.sampler.name}, context {self.context}"
+            self._say(f"{about} tokens. /help lists the commands.")
         with deferred_interrupts(self._stop) as self._pressed:
             for line in self._lines():
                 try:

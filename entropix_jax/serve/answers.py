@@ -10,7 +10,8 @@ from typing import Any
 from entropix_jax.engine.score import ScoredToken
 from entropix_jax.engine.search import Outcome
 from entropix_jax.engine.trace import TokenRecord
-from entropix_jax.serve.request import GenerationRequest, ServedModel
+from entropix_jax.serve.model import ServedModel
+from entropix_jax.serve.request import GenerationRequest
 from entropix_jax.serve.schema import ApiError
 from entropix_jax.serve.worker import Update
 
@@ -55,13 +56,9 @@ class Choice:
 
     def first_delta(self) -> dict[str, Any]:
         """Returns the first part of a streamed chat."""
-        return {
-            "index": self.index,
-            "delta": {"role": "assistant", "content": ""},
-            "logprobs": None,
-            "finish_reason": None,
-            **({} if self.row_id is None else {"entropix": {"row": self.row_id}}),
-        }
+        delta, own = {"role": "assistant", "content": ""}, {"entropix": {"row": self.row_id}}
+        part = {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return part if self.row_id is None else part | own
 
     def part(self, updates: Sequence[Update]) -> dict[str, Any]:
         """Returns the part of some updates.
@@ -195,13 +192,8 @@ class Answer:
         counts = sum((choice.counts for choice in self.choices), Counter[str]())
         read = sum(len(one.tokens) for one in self.request.prompts)
         new = counts["completion_tokens"]
-        return {
-            "prompt_tokens": read,
-            "completion_tokens": new,
-            "total_tokens": read + new,
-            "forwards": counts["forwards"],
-            "retracted": counts["retracted"],
-        }
+        tokens = {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
+        return tokens | {name: counts[name] for name in ("forwards", "retracted")}
 
     async def chunks(self, updates: Updates) -> AsyncIterator[dict[str, Any]]:
         """Yields the chunks of a stream. A chunk has all tokens of a row since the last one. With

@@ -34,10 +34,10 @@ from entropix_jax.sampler.files import preset_names
 from entropix_jax.serve.answers import Answer, Updates
 from entropix_jax.serve.guard import Guard
 from entropix_jax.serve.kept import RowStore
+from entropix_jax.serve.model import ServedModel
 from entropix_jax.serve.page import PageFiles
 from entropix_jax.serve.request import (
     GenerationRequest,
-    ServedModel,
     chat_request,
     choose_method,
     completion_request,
@@ -54,14 +54,7 @@ from entropix_jax.serve.schema import (
     parse,
     try_again,
 )
-from entropix_jax.serve.wire import (
-    CLIENT_GONE,
-    error_answer,
-    events,
-    json_answer,
-    read_body,
-    unless_gone,
-)
+from entropix_jax.serve.wire import events, json_answer, read_body, refuse, unless_gone
 from entropix_jax.serve.worker import Ticket, Update, Worker
 
 KEEP = 32768  # tokens of kept rows
@@ -103,14 +96,14 @@ class Run:
     async def updates(self) -> Updates:
         """Yields the updates of the rows until all have ended. Raises ApiError if the time limit
         passed before any row had a slot."""
-        left = len(self._tickets)
-        while left:
+        running = len(self._tickets)
+        while running:
             index, updates = await self._updates.get()
             rows = (row for ticket in self._tickets for row in ticket.rows)
             late = self._loop.time() >= self._timer.when()
             if late and all(row.started is None for row in rows):
                 raise try_again("the request timed out", 10, code="timeout")
-            left -= updates[-1].finish_reason is not None
+            running -= updates[-1].finish_reason is not None
             yield index, updates
 
     def end(self) -> None:
@@ -163,8 +156,8 @@ class Api:
         body = parse(kind, await read_body(request))
         common = body.to_chat() if isinstance(body, Responses) else body
         self._served.check_name(common.model)
-        if common.rows > self._worker.most:
-            limit = f"at most {self._worker.most} are possible"
+        if common.rows > self._worker.max_rows:
+            limit = f"at most {self._worker.max_rows} are possible"
             raise ApiError(f"{common.rows} rows are requested, {limit}", param="n")
         keeps = self._store.capacity > 0
         if common.entropix.keep and not keeps:
@@ -190,18 +183,23 @@ class Api:
         return await asyncio.to_thread(continuation_request, self._served, body, row)
 
     def _check_programs(self, sampler: CalibratedSampler) -> None:
-        """Raises ApiError if a sampler's programs are not in the server's list (400), or not yet
-        compiled (503)."""
+        """Raises ApiError if a sampler's programs are not in the server's list (400), failed to
+        compile (500), or are not yet compiled (503)."""
         programs, used = self._worker.engine.programs, sampler.parts.used
         if not programs.sets:
             return
         if (found := programs.set_of(used)) is None:
             name = min(used - programs.sets[-1])
-            message = f"entropix.sampler: this server has no program with '{name}' (--presets)"
+            hint = "start the server with a preset or --set that uses it"
+            message = f"entropix.sampler: mechanism '{name}' is not compiled here: {hint}"
             raise ApiError(message, param="entropix.sampler")
-        if not programs.has(found):
-            count = f"{programs.counts[1]} are left"
-            reason = f"the programs of sampler '{sampler.name}' are being compiled, {count}"
+        try:
+            compiled = programs.has(found)
+        except UserError as error:
+            raise ApiError(str(error), status=500, code="compile_failed") from None
+        if not compiled:
+            count = f"{programs.counts[1]} in the queue"
+            reason = f"the programs of sampler '{sampler.name}' are still compiling ({count})"
             raise try_again(reason, 30, code="compiling")
 
     async def _respond(self, answer: Answer, form: ResponseForm | None) -> Response:
@@ -303,14 +301,8 @@ class Api:
     def _header(self, row: Row) -> dict[str, Any]:
         """Returns the header of a row's trace. Decodes the prompt, so call it in a thread."""
         asked, served = row.request, self._served
-        return header(
-            served.model,
-            asked.sampler,
-            asked.prompt,
-            seed=asked.seed,
-            name=served.name,
-            messages=asked.messages,
-        )
+        facts: Any = {"seed": asked.seed, "name": served.name, "messages": asked.messages}
+        return header(served.model, asked.sampler, asked.prompt, **facts)
 
     async def delete(self, request: Request) -> Response:
         """`DELETE /v1/rows/ID`."""
@@ -399,21 +391,9 @@ def make_app(
     ]
     middleware = [Middleware(Guard, host=host, keys=keys, origins=origins)]
     if origins:
-        methods = ["GET", "POST", "DELETE"]
-        cors = Middleware(
-            CORSMiddleware, allow_origins=origins, allow_headers=["*"], allow_methods=methods
-        )
-        middleware.insert(0, cors)
+        allowed: Any = {"allow_origins": origins, "allow_headers": ["*"]}
+        allowed["allow_methods"] = ["GET", "POST", "DELETE"]
+        middleware.insert(0, Middleware(CORSMiddleware, **allowed))
     kinds = (UserError, HTTPException, ClientDisconnect, Exception)
-    handlers: dict[Any, Any] = dict.fromkeys(kinds, _refuse)
+    handlers: dict[Any, Any] = dict.fromkeys(kinds, refuse)
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
-
-
-async def _refuse(request: Request, error: Exception) -> Response:
-    """Answers a request that fails."""
-    if isinstance(error, ClientDisconnect):
-        return Response(status_code=CLIENT_GONE)
-    if isinstance(error, HTTPException):  # the path or the method does not exist
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        error = ApiError(message, status=error.status_code, headers=dict(error.headers or {}))
-    return error_answer(error)

@@ -28,7 +28,7 @@ from entropix_jax.host.interrupts import deferred_interrupts, exit_at_once
 if TYPE_CHECKING:
     from entropix_jax.engine.programs import Programs
     from entropix_jax.sampler.sampler import Sampler
-    from entropix_jax.serve.request import ServedModel
+    from entropix_jax.serve.model import ServedModel
 
 _LOOK = 0.04  # seconds of a chunk of steps
 _STATUS_SECONDS = 0.1
@@ -67,10 +67,10 @@ class Arguments:
     """Total tokens of retained rows, which can be continued later. 0 retains no rows and records no
     attention entropies of layers."""
     presets: Annotated[tuple[str, ...], _presets] = ()
-    """Presets that requests may name (default: all). Their programs are compiled after the server's
-    own. Requests that need them get status 503 until then."""
+    """Presets whose programs are compiled after the server's own (default: all). Requests that need
+    them get status 503 until then."""
     cold: Flag = False
-    """Listen at once. By default the server's own programs are compiled first."""
+    """Accept connections at once. Requests get status 503 until the programs are compiled."""
     name: Annotated[str | None, option("NAME")] = None
     """Name of the model in the API (default: the model's own name, or its folder's)."""
     api_key_file: File = None
@@ -148,13 +148,24 @@ def _serve(
         server.should_exit = True
         exit_at_once()  # at the next signal
 
+    async def watch_programs() -> None:
+        """Ends a server that accepts connections (`--cold`) if a required program fails."""
+        try:
+            while programs.missing() is not None and not server.should_exit:
+                await asyncio.sleep(_STATUS_SECONDS)
+        except UserError:
+            stop()
+            raise
+
     async def serve() -> None:
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         if not server.should_exit:
             ready = f"{served.name}: page at {url}/, API listening on {url}/v1"
             print(ready, file=sys.stderr, flush=True)
+        watching = asyncio.create_task(watch_programs())
         await server.serve([listener])
+        await watching
 
     programs = engine.programs
     worker.start()
@@ -176,7 +187,7 @@ def _serve(
 def _await_programs(programs: "Programs", stops: Callable[[], bool]) -> None:
     """Waits for the programs without which no request can run. UserError if one fails to compile,
     whose reason it has."""
-    status, message = StatusLine(), "compiling the usual programs (minutes, once)"
+    status, message = StatusLine(), "compiling programs (takes minutes, once)"
     if not status.enabled:
         print(f"{message} ...", file=sys.stderr)
     try:
@@ -192,7 +203,7 @@ def _load(arguments: Arguments, sampler: "Sampler") -> "ServedModel":
     from entropix_jax.engine.calibrated import calibrate_sampler
     from entropix_jax.engine.loop import shared_lanes
     from entropix_jax.sampler.mechanisms import MECHANISMS
-    from entropix_jax.serve.request import ServedModel
+    from entropix_jax.serve.model import ServedModel
 
     name = model_name(arguments.model.model)
     slots = arguments.slots + shared_lanes(arguments.slots)
@@ -202,8 +213,9 @@ def _load(arguments: Arguments, sampler: "Sampler") -> "ServedModel":
         print(f"note: {note}", file=sys.stderr)
     if arguments.name is None and Path(name).exists():
         name = Path(name).resolve().name  # clients do not see its folder
-    own = [mechanism.name for mechanism in sampler.mechanisms[len(MECHANISMS) :]]
-    if own:
-        print(f"note: compiled with the presets: {', '.join(own)}", file=sys.stderr)
+    if user_mechanisms := sampler.mechanisms[len(MECHANISMS) :]:
+        names = ", ".join(mechanism.name for mechanism in user_mechanisms)
+        note = f"your mechanisms are compiled with the presets' programs: {names}"
+        print(f"note: {note}", file=sys.stderr)
     presets, top = arguments.presets or None, arguments.top_logprobs
     return ServedModel(arguments.name or name, model, sampler, context, top, presets)

@@ -60,12 +60,9 @@ class Guard:
             # Compares with all of them, so that the time does not depend on the key.
             found = sum(hmac.compare_digest(key, own) for own in self._keys)
             if not found or kind.lower() != "bearer":
-                raise ApiError(
-                    "the API key is missing or wrong: send 'Authorization: Bearer KEY'",
-                    status=401,
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
+                message = "the API key is missing or wrong: send 'Authorization: Bearer KEY'"
+                challenge = {"WWW-Authenticate": "Bearer"}
+                raise ApiError(message, status=401, code="invalid_api_key", headers=challenge)
 
     def _is_own(self, host: str) -> bool:
         try:

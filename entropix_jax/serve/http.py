@@ -60,28 +60,28 @@ def free_connections() -> int:
     """Returns how many connections the process may hold: its open files, up to the hard limit,
     without those that are open, those that one accept may add, and a reserve."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
-    if soft < most:
+    limit = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft < limit:
         with contextlib.suppress(ValueError, OSError):  # a kernel may have a lower limit
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-            soft = most
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            soft = limit
     taken = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else _RESERVE
     # A connection that the bound closes is gone one accept later.
     return max(soft - taken - 2 * _AT_ONCE - _RESERVE, 1)
 
 
 class _Connection(H11Protocol):
-    """A connection whose requests must have their head within `head` seconds. Beyond `most`
-    connections, the one that has waited longest for its client is closed."""
+    """A connection whose requests must have their head within `head` seconds. Beyond
+    `max_open` connections, the one that has waited longest for its client is closed."""
 
-    def __init__(self, *, most: int, head: float, waiting: _Waiting, **options: Any) -> None:
+    def __init__(self, *, max_open: int, head: float, waiting: _Waiting, **options: Any) -> None:
         super().__init__(**options)
-        self._most, self._head, self._waiting = most, head, waiting
+        self._max_open, self._head, self._waiting = max_open, head, waiting
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        if len(self.connections) >= self._most and self._waiting:
-            _LOG.warning("%d connections: closing idle ones, oldest first", self._most)
+        if len(self.connections) >= self._max_open and self._waiting:
+            _LOG.warning("%d connections: closing idle ones, oldest first", self._max_open)
             next(iter(self._waiting))._close()
         super().connection_made(transport)
         self._waiting[self] = None
@@ -146,7 +146,7 @@ class HttpServer(uvicorn.Server):
         *,
         grace: float = 5.0,
         head: float = 20.0,
-        most: int | None = None,
+        max_open: int | None = None,
     ) -> None:
         """Configures the server.
 
@@ -154,11 +154,11 @@ class HttpServer(uvicorn.Server):
             idle: returns whether nothing runs or waits.
             grace: seconds for clients to read the rest once the server is idle.
             head: seconds for the head of a request to arrive.
-            most: maximum number of connections, by default what the limit of open files allows.
+            max_open: maximum number of connections, by default what the limit of open files allows.
         """
         logging.getLogger("uvicorn.error").addFilter(_FILTER)
-        most = free_connections() if most is None else most
-        connection: Any = partial(_Connection, most=most, head=head, waiting={})
+        max_open = free_connections() if max_open is None else max_open
+        connection: Any = partial(_Connection, max_open=max_open, head=head, waiting={})
         config = uvicorn.Config(
             app,
             http=connection,

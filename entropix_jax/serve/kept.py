@@ -128,14 +128,15 @@ def continue_row(
         ApiError: the row does not have that position.
         UserError: `check_place` refuses it.
     """
-    log = row.log[:]  # it may still run
+    log = row.log[:]  # a snapshot: the row may still run
     places = [at for at, (_, retracted) in enumerate(log) if not retracted]
     if position > len(places):
         message = f"position: the row has {len(places)} tokens, not {position}"
         raise ApiError(message, param="entropix.from")
-    rest = [] if first else _unit_rest([log[at][0] for at in places], position)
+    tokens = [log[at][0] for at in places]
+    rest = [] if first else _unit_rest(tokens, position)
     budget = check_request(model, request, capacity)
-    check_place(row, budget, len(request.prompt) + position)
+    check_place(replace(row, tokens=tokens), budget, len(request.prompt) + position)
     end = places[position - 1] + 1 if position else 0
     prefix = [(replace(token), retracted) for token, retracted in log[:end]]
     if rest and prefix and rest[0].action == "branch" and rest[-1].state is not None:

@@ -1,40 +1,30 @@
 """From the body of a request to rows for the engine."""
 
-import json
 import re
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from entropix_jax.engine.calibrated import CalibratedSampler, calibrate_sampler
-from entropix_jax.engine.listed import ProgramList
+from entropix_jax.engine.calibrated import CalibratedSampler
 from entropix_jax.engine.methods import find_method
 from entropix_jax.engine.request import Request, check_request
 from entropix_jax.engine.results import Row
 from entropix_jax.engine.search import Method, Search, recording_for
-from entropix_jax.engine.tokens import describe_token, find_no_token
-from entropix_jax.errors import UserError, nearest
-from entropix_jax.model.loading import LanguageModel
-from entropix_jax.sampler.files import is_preset, preset_names
+from entropix_jax.errors import UserError
 from entropix_jax.sampler.keys import keys
-from entropix_jax.sampler.mechanisms import MECHANISMS
-from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.sampler.settings import MAX_BANS, MAX_BIASES
 from entropix_jax.serve.kept import continue_row
+from entropix_jax.serve.model import GREEDY, PLAIN, ServedModel
 from entropix_jax.serve.schema import ApiError, Chat, Completion, Generating, unsupported
 from entropix_jax.text.tokenizer import Tokenizer
 
-_SAMPLERS = 256  # samplers in the cache
-_MAX_CHARACTERS = 2**16  # of a sampler's settings
 _DEFAULT_TOKENS = 16  # of a completion, as in the API
 _DEFAULT_FORKS = 8
 _BAN = -100.0  # the bias that bans a token
-PLAIN, GREEDY = "temperature", "greedy"  # presets
 _MIN_TOP_P = keys()["base.top_p"].low
 _SETTINGS = {
     "temperature": "base.temperature",
@@ -46,107 +36,7 @@ _SETTINGS = {
     "min_p": "base.min_p",
     "repetition_penalty": "repetition.penalty",
 }
-# Values with which each option of the API acts.
-_OPTIONS = {"repetition.frequency": 1e-6, "repetition.presence": 1e-6, "repetition.penalty": 1.01}
-_OPTIONS |= {"base.top_k": 1, "base.min_p": 0.1, "base.top_p": 0.5}
 _SHAPES = {"temperature", "top_p", "top_k", "min_p"}  # keys that shape the distribution
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """The model of a server.
-
-    Attributes:
-        name: its name in the API.
-        sampler: of requests without sampling options.
-        context: cache positions of a row.
-        top: maximum number of alternatives per token.
-        presets: whose mechanisms are compiled, None for all.
-    """
-
-    name: str
-    model: LanguageModel
-    sampler: Sampler
-    context: int
-    top: int
-    presets: Sequence[str] | None = None
-
-    def list_programs(self) -> ProgramList:
-        """Returns the list of the server's programs: first the mechanisms of its sampler and of the
-        API's options, then those of the presets and the user's own, too."""
-
-        def mechanisms_of(choices: Iterable[str | None]) -> frozenset[str]:
-            samplers = (self.choose_sampler(choice, _OPTIONS) for choice in choices)
-            return frozenset[str]().union(*(sampler.parts.used for sampler in samplers))
-
-        first = mechanisms_of((None, GREEDY, PLAIN))
-        every = first | mechanisms_of(preset_names() if self.presets is None else self.presets)
-        if own := self.sampler.mechanisms[len(MECHANISMS) :]:
-            every |= {mechanism.name for mechanism in own}
-            every |= {mechanism.name for mechanism in MECHANISMS if mechanism.may is not None}
-        return ProgramList(self.choose_sampler(), [*dict.fromkeys((first, every))])
-
-    def check_name(self, name: str) -> None:
-        """Raises ApiError (404) if a request names another model."""
-        if name != self.name:
-            message = f"no model {name!r}: this server has {self.name!r}"
-            raise ApiError(message, status=404, param="model", code="model_not_found")
-
-    def check_tokens(self, tokens: Sequence[int], place: str, param: str) -> None:
-        """Raises ApiError if one of the numbers is not a token id. The message begins with the
-        `place` of the numbers."""
-        if (wrong := find_no_token(self.model, tokens)) is not None:
-            raise ApiError(f"{place} holds {describe_token(self.model, wrong)}", param=param)
-
-    def choose_sampler(
-        self,
-        choice: str | Mapping[str, Any] | None = None,
-        changes: Mapping[str, Any] | None = None,
-        base: CalibratedSampler | None = None,
-    ) -> CalibratedSampler:
-        """Returns a request's sampler. Equal ones are one object while they are in the cache.
-
-        Args:
-            choice: the name of a preset, or settings, whose key `extends` names one.
-            changes: further settings.
-            base: the sampler without a preset, by default the server's.
-
-        Raises:
-            ApiError: there is no such preset, or a setting is wrong.
-        """
-        own = {"extends": choice} if isinstance(choice, str) else choice
-        settings: dict[str, Any] = {**(own or {}), **(changes or {})}
-        preset = settings.pop("extends", None)
-        name = None
-        if base is not None and preset is None:
-            if not settings:
-                return base
-            name, settings = base.name, {**base.sampler.written, **settings}
-        key = json.dumps([preset, name, settings], sort_keys=True)
-        try:
-            if len(key) > _MAX_CHARACTERS:
-                message = f"the sampler's settings take more than {_MAX_CHARACTERS} characters"
-                raise UserError(message)
-            calibrated: CalibratedSampler = self._calibrated(key)
-        except UserError as error:
-            raise ApiError(str(error), param="entropix.sampler") from None
-        return calibrated
-
-    @cached_property
-    def _calibrated(self) -> Any:
-        return lru_cache(_SAMPLERS)(self._calibrate)
-
-    def _calibrate(self, key: str) -> CalibratedSampler:
-        preset, name, settings = json.loads(key)
-        sampler = self.sampler
-        if name is not None:
-            sampler = Sampler(name, "", {}, mechanisms=sampler.mechanisms)
-        elif preset is not None:
-            if not is_preset(preset):  # the name of a file is refused
-                names = preset_names()
-                raise UserError(f"no sampler preset {preset!r}{nearest(str(preset), names)}")
-            sampler = load_sampler(preset, sampler.mechanisms[len(MECHANISMS) :])
-        return calibrate_sampler(sampler.with_values(settings), self.model)
 
 
 @dataclass(frozen=True)
@@ -245,11 +135,11 @@ def completion_request(served: ServedModel, body: Completion) -> GenerationReque
         raise ApiError("max_tokens: 0 requires echo", param="max_tokens")
     tokenizer, prompts = served.model.tokenizer, []
     encode = partial(tokenizer.encode_offsets, escape=bool(body.entropix.escape_special))
-    for given in body.prompt:
-        is_text = isinstance(given, str)
-        tokens, offsets = encode(given) if is_text else (given, None)
+    for prompt in body.prompt:
+        is_text = isinstance(prompt, str)
+        tokens, offsets = encode(prompt) if is_text else (prompt, None)
         _check_prompt(served, tokens, budget)
-        text = given if is_text else tokenizer.decode(tokens, skip_special=False)
+        text = prompt if is_text else tokenizer.decode(tokens, skip_special=False)
         prompts.append(Prompt(tokens, text, offsets))
     return _new_rows(served, body, prompts, budget, body.logprobs, echo=body.echo)
 
@@ -266,15 +156,15 @@ def continuation_request(served: ServedModel, body: Completion, row: Row) -> Gen
     assert place is not None
     excluded = {"prompt": body.prompt, "n": body.n > 1, "echo": body.echo}
     excluded |= {"best_of": body.best_of not in (None, body.n), "entropix.id": own.id}
-    if names := [name for name, given in excluded.items() if given]:
+    if names := [name for name, is_given in excluded.items() if is_given]:
         message = f"{names[0]} cannot be combined with entropix.from"
         raise ApiError(message, param=names[0].partition(".")[0])
     if body.max_tokens == 0:
         raise ApiError("max_tokens must be at least 1", param="max_tokens")
     _check_top(served, body.logprobs, "logprobs")
     served.check_tokens(place.token, "entropix.from", "entropix")
-    left = old.max_new_tokens - place.position
-    budget = body.max_tokens or (left if left > 0 else _DEFAULT_TOKENS)
+    remaining = old.max_new_tokens - place.position
+    budget = body.max_tokens or (remaining if remaining > 0 else _DEFAULT_TOKENS)
     request = replace(
         old,
         sampler=_sampler(served, body, old.sampler),
@@ -399,11 +289,11 @@ def _biases(served: ServedModel, bias: Mapping[str, float]) -> dict[str, Any]:
     served.check_tokens([*map(int, bias)], "logit_bias", "logit_bias")
     bans = sorted(int(token) for token, value in bias.items() if value == _BAN)
     others = sorted([int(token), value] for token, value in bias.items() if value != _BAN)
-    for number, most, values in (
+    for count, limit, values in (
         (len(bans), MAX_BANS, f"{_BAN:g}, which bans them"),
         (len(others), MAX_BIASES, f"a bias other than {_BAN:g}"),
     ):
-        if number > most:
-            message = f"logit_bias: at most {most} tokens may have {values}"
+        if count > limit:
+            message = f"logit_bias: at most {limit} tokens may have {values}"
             raise ApiError(message, param="logit_bias")
     return {"draw.bans": bans, "draw.bias": others}

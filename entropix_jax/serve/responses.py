@@ -29,6 +29,7 @@ _REPEATED: dict[str, Any] = {
     "tools": [],
     "truncation": "disabled",
 }
+_ECHOED = ("instructions", "max_output_tokens", "model", "temperature", "top_p")  # of the request
 _SAME = {"model", "stream", "temperature", "top_p", "seed"}  # keys of a chat
 _REFUSED = ("previous_response_id", "conversation", "prompt", "background")
 _HINTS = {"include", "reasoning", "truncation", "max_tool_calls"}
@@ -147,17 +148,13 @@ class ResponseForm:
         }
         return {
             **_REPEATED,
+            **{name: getattr(body, name) for name in _ECHOED},
             "id": self._id,
             "object": "response",
             "created_at": self._created,
             "status": status,
             "incomplete_details": incomplete if status == "incomplete" else None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "model": body.model,
             "output": [self._message(status)] if usage else [],
-            "temperature": body.temperature,
-            "top_p": body.top_p,
             "usage": counts,
             **body.warnings,
         }

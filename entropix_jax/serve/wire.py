@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 from pydantic_core import to_json
-from starlette.requests import Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from entropix_jax.errors import UserError
@@ -14,7 +15,7 @@ from entropix_jax.serve.schema import ApiError
 MAX_BYTES = 4 * 2**20  # of a body
 _SECONDS = 30.0  # for a body to arrive
 _QUIET = 3.0  # seconds without an event before a stream's comment
-CLIENT_GONE = 499  # the status of an answer without a reader
+_CLIENT_GONE = 499  # the status of an answer without a reader
 
 
 async def read_body(request: Request) -> bytes:
@@ -43,6 +44,16 @@ def error_answer(error: Exception) -> Response:
     """Returns the answer to a request that fails."""
     known = as_api_error(error)
     return json_answer(known.to_json(), known.status, known.headers)
+
+
+async def refuse(request: Request, error: Exception) -> Response:
+    """Answers a request that fails."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=_CLIENT_GONE)
+    if isinstance(error, HTTPException):  # the path or the method does not exist
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        error = ApiError(message, status=error.status_code, headers=dict(error.headers or {}))
+    return error_answer(error)
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -85,7 +96,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> 
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else Response(status_code=CLIENT_GONE)
+        return working.result() if working.done() else Response(status_code=_CLIENT_GONE)
     finally:
         working.cancel()
         leaving.cancel()

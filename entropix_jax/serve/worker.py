@@ -37,12 +37,12 @@ class Update:
 
 @dataclass(frozen=True, eq=False)
 class Ticket:
-    """A submitted row or search. `tell` receives the updates of the row. The worker's thread calls
+    """A submitted row or search. `send` receives the updates of the row. The worker's thread calls
     it, or the thread that cancels a waiting job, so it must not block and must not call the worker.
     For a search, the updates of the chosen row come once the search has ended."""
 
     job: Row | Search
-    tell: Callable[[list[Update]], Any]
+    send: Callable[[list[Update]], Any]
 
     @property
     def size(self) -> int:
@@ -69,14 +69,14 @@ class Worker:
     """
 
     def __init__(self, engine: Engine, *, slots: int, queue: int) -> None:
-        """`slots` is the engine's number, `queue` the maximum number of waiting rows."""
+        """`slots` is the engine's number of slots, `queue` the maximum number of waiting rows."""
         self.tokens: Counter[str] = Counter()
         self.finished: Counter[str] = Counter()
         self.retracted = self.failures = 0
         self.engine = engine
         self.slots = slots
-        self.most = slots + queue  # rows of a request
-        self._most = queue
+        self.max_rows = slots + queue  # of a request
+        self._max_waiting = queue
         self._changed = threading.Condition()
         self._queue: deque[Ticket] = deque()
         self._calls = ThreadPoolExecutor(1, "calls")
@@ -118,7 +118,7 @@ class Worker:
     def _check_room(self, waiting: int) -> None:
         if self._closing:
             raise try_again("the server is shutting down", 10)
-        if waiting > self._most:
+        if waiting > self._max_waiting:
             raise try_again("too many requests wait", 1, status=429, code="queue_full")
 
     def cancel(self, ticket: Ticket) -> None:
@@ -127,7 +127,7 @@ class Worker:
             if ticket in self._queue:
                 self._queue.remove(ticket)
                 self.finished["cancelled"] += 1
-                ticket.tell([Update(finish_reason="cancelled")])
+                ticket.send([Update(finish_reason="cancelled")])
             elif id(ticket.job) in self._running:
                 self._cancelled.append(ticket)
 
@@ -162,7 +162,7 @@ class Worker:
             try:
                 for event in self.engine.run(self._source(), self._between):
                     self._note(event, event.row.finish_reason)
-                self._tell()
+                self._send()
                 return
             except BaseException:  # a library's panic is not an Exception
                 _LOG.exception("the engine failed and starts anew")
@@ -179,7 +179,7 @@ class Worker:
             self._running.clear()
             self._begun.clear()
             self._cancelled.clear()
-        self._tell()
+        self._send()
 
     def _source(self) -> Iterator[Request | None]:
         """Yields the requests, None if none waits but others run. Blocks while nothing runs."""
@@ -218,7 +218,7 @@ class Worker:
             for event in events:
                 self._note(event, None)
             self._note(last, last.row.finish_reason)
-        self._tell()
+        self._send()
 
     def _note(self, event: Event, reason: str | None) -> None:
         self._count(event)
@@ -261,11 +261,11 @@ class Worker:
         updates[-1] = replace(updates[-1], finish_reason=reason, error=row.error, outcome=outcome)
         self._updates[ticket] = updates
 
-    def _tell(self) -> None:
-        updates, self._updates = self._updates, {}
-        for ticket, own in updates.items():
+    def _send(self) -> None:
+        pending, self._updates = self._updates, {}
+        for ticket, updates in pending.items():
             try:
-                ticket.tell(own)
+                ticket.send(updates)
             except RuntimeError:  # its event loop is closed
                 _LOG.debug("an event loop ended before its requests")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -27,13 +28,9 @@ ROOT = Path(__file__).parents[2]
 def test_serve_drains_at_a_signal(tiny: LanguageModel) -> None:
     """The server finishes running requests and rejects new ones."""
     command = "-m entropix_jax serve --model tiny --port 0 --slots 2 --context 512".split()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with contextlib.ExitStack() as stack:
-        process = stack.enter_context(
-            subprocess.Popen(
-                [sys.executable, *command], env=environment, stderr=subprocess.PIPE, text=True
-            )
-        )
+    options: Any = {"env": {**os.environ, "PYTHONPATH": str(ROOT)}, "stderr": subprocess.PIPE}
+    started = subprocess.Popen([sys.executable, *command], text=True, **options)
+    with started as process, contextlib.ExitStack() as stack:
         stack.callback(process.kill)  # even if an assertion below fails
         assert process.stderr is not None
         lines = [process.stderr.readline() for _ in range(3)]
@@ -41,7 +38,7 @@ def test_serve_drains_at_a_signal(tiny: LanguageModel) -> None:
         slots = 2 + shared_lanes(2)
         plan = plan_memory(tiny.config, tiny.precision, slots=slots, capacity=512, mesh=None)
         assert str(plan) in lines[0]
-        assert lines[1] == "compiling the usual programs (minutes, once) ...\n"
+        assert lines[1] == "compiling programs (takes minutes, once) ...\n"
         assert lines[2].startswith("tiny: page at http://127.0.0.1:")
         url = lines[2].split()[-1]
         assert lines[2] == f"tiny: page at {url[:-2]}, API listening on {url}\n"
@@ -82,14 +79,22 @@ def test_errors_of_serve(tmp_path: Path) -> None:
     one_error(run_command("serve", "--port", 0, "--model", "./none"), "none")
 
 
-def test_a_program_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The start ends with the reason."""
+@pytest.mark.parametrize("cold", ["", "--cold"])
+def test_a_program_that_cannot_be_compiled(cold: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server ends with the reason, also if it accepts connections already."""
     broken = Mock(**{"lower.side_effect": RuntimeError("no such luck\nmore")})
     monkeypatch.setattr("entropix_jax.engine.programs.decode_for_backend", lambda: broken)
     server = Mock(should_exit=False)  # a real one's logging would close pytest's captured stream
+
+    async def listen(_: Any) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while not server.should_exit:
+                await asyncio.sleep(0.01)
+
+    server.serve = listen
     monkeypatch.setattr("entropix_jax.serve.http.HttpServer", lambda *_: server)
     start = "--model tiny --port 0 --slots 1 --context 512 --sampler greedy --presets greedy"
-    line = refusal(run_command("serve", *start.split()))
+    line = refusal(run_command("serve", *f"{start} {cold}".split()))
     assert line.startswith("error: compiling steps of 512 positions, ")
     assert line.endswith("failed: no such luck")
 

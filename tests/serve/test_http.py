@@ -130,7 +130,7 @@ def test_an_incomplete_head_times_out() -> None:
 
 def test_connections_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
     """Above the bound, connections without a request are closed, oldest first, with one warning."""
-    with serving(most=8) as (server, place, _), ExitStack() as stack:
+    with serving(max_open=8) as (server, place, _), ExitStack() as stack:
         clients = []
         for _ in range(40):
             client = stack.enter_context(socket.create_connection(place, timeout=10))
@@ -145,7 +145,7 @@ def test_connections_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_idle_connections_do_not_block_others() -> None:
     """Connections with unfinished bodies do not block others either."""
-    with serving(most=3) as (_, place, _), ExitStack() as stack:
+    with serving(max_open=3) as (_, place, _), ExitStack() as stack:
         for _ in range(3):
             idle = stack.enter_context(socket.create_connection(place, timeout=10))
             idle.sendall(HEAD + b"\r\n")
@@ -176,10 +176,7 @@ def test_protocol_errors_are_logged_once(caplog: pytest.LogCaptureFixture) -> No
             _log_error(loop, context)
     logging.getLogger("uvicorn.error").removeHandler(caplog.handler)
     lines = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
-    assert lines == [
-        "Invalid HTTP request received.",
-        "socket.accept() out of system resource: OSError(24)",
-    ]
+    assert lines == ["Invalid HTTP request received.", f"{context['message']}: OSError(24)"]
 
 
 def test_new_connections_are_answered_until_shutdown() -> None:

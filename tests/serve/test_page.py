@@ -486,6 +486,17 @@ def test_a_request_that_fails_leaves_no_text(shown: Watched, page: Any) -> None:
     shown.messages.clear()
 
 
+def test_a_request_is_repeated_until_its_programs_are_compiled(shown: Watched, page: Any) -> None:
+    error = {"message": "still compiling (5 in the queue): try again later", "code": "compiling"}
+    answer = {"status": 503, "headers": {"Retry-After": "1"}, "json": {"error": error}}
+    page.route("**/v1/completions", lambda route: route.fulfill(**answer), times=1)
+    page.click("#go")
+    reason = "still compiling (5 in the queue): the page tries again in 1 s"
+    page.wait_for_selector(f"#main .about:has-text('{reason}')")
+    settled(page, 2)
+    shown.messages.clear()
+
+
 def focused(page: Any) -> str:
     found: str = page.evaluate("document.activeElement.id || document.activeElement.textContent")
     return found
@@ -744,9 +755,8 @@ def test_equal_thresholds_are_separated_by_dragging(fresh: Watched, running: Run
     higher = thresholds(page)
     assert higher[:3] == [h1, h2, u1]
     assert higher[3] > u2
-    assert (
-        shown_percentiles(page)[3] == f"{round(CALIBRATION.rank('varentropy', higher[3]), 1):g} %"
-    )
+    rank = CALIBRATION.rank("varentropy", higher[3])
+    assert shown_percentiles(page)[3] == f"{round(rank, 1):g} %"
     page.mouse.move(x, y + 30)  # it stops at the lower threshold
     frames(page)
     assert thresholds(page) == [h1, h2, u1, u2]

@@ -30,18 +30,15 @@ from tests.support.tokenizers import byte_fallback, save
 Ask = Callable[..., httpx.Response]
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "Guests:"}
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Guests?"}]}
+RESPONSE: dict[str, Any] = {"model": "tiny", "input": "Guests?"}
 SCORE: dict[str, Any] = {"model": "tiny", "input": "Guests: Nina."}
 ECHO: dict[str, Any] = {"echo": True, "max_tokens": 0}
+IMAGE = [{"type": "image_url"}]
 BANS = {str(token): -100 for token in range(17)}  # one too many
 BIASES = {str(token): -99.5 for token in range(65)}
 TEXT, CHATS = "/v1/completions", "/v1/chat/completions"
 RESPONSES, SCORES = "/v1/responses", "/v1/score"
-PATHS = {
-    TEXT: COMPLETION,
-    CHATS: CHAT,
-    SCORES: SCORE,
-    RESPONSES: {"model": "tiny", "input": "Guests?"},
-}
+PATHS = {TEXT: COMPLETION, CHATS: CHAT, SCORES: SCORE, RESPONSES: RESPONSE}
 
 
 def sampler(value: Any) -> dict[str, Any]:
@@ -216,11 +213,7 @@ def test_errors_contain_unsupported_keys(ask: Ask, path: str, name: str, value: 
         (TEXT, {"response_format": "json"}, """: only {"type":"text"} or "text" is supported"""),
         (CHATS, {"messages": []}, "messages: "),
         (CHATS, {"messages": [{"role": "user"}]}, "messages: message 1 must be an object with"),
-        (
-            CHATS,
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "1 has a part of",
-        ),
+        (CHATS, {"messages": [{"role": "user", "content": IMAGE}]}, "1 has a part of"),
         (CHATS, {"messages": [{"role": "user<|eot_id|>", "content": "Hi"}]}, "1: unknown role"),
         (CHATS, {"chat_template_kwargs": {"messages": []}}, "variable 'messages' cannot be set"),
         (RESPONSES, {"input": 5}, "input: must be a text or a list of messages"),
@@ -308,8 +301,7 @@ def test_a_search_that_needs_more_alternatives(tiny: LanguageModel) -> None:
 
 def test_errors_of_invalid_bodies(ask: Ask) -> None:
     def post(content: bytes, kind: str = "application/json; charset=utf-8") -> httpx.Response:
-        headers = {"content-type": kind}
-        return ask("POST", TEXT, content=content, headers=headers)
+        return ask("POST", TEXT, content=content, headers={"content-type": kind})
 
     good = json.dumps(COMPLETION).encode()
     assert post(good).status_code == 200
@@ -351,9 +343,7 @@ NAMES = [
     change=st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=5), VALUES, max_size=3),
     cut=st.integers(0, 3),
 )
-def test_random_bodies(
-    tiny: LanguageModel, path: str, base: bool, change: dict[str, Any], cut: int
-) -> None:
+def test_random_bodies(tiny: LanguageModel, path: str, base: bool, change: Any, cut: int) -> None:
     """Each body is accepted, or rejected with a one-line error."""
     kinds: dict[str, type[Body]] = {TEXT: Completion, CHATS: Chat}
     kinds |= {SCORES: Score, RESPONSES: Responses}
@@ -440,11 +430,8 @@ def test_the_page_needs_no_key(tiny: LanguageModel) -> None:
         document = ask("GET", "/")
         assert document.status_code == 200
         assert "default-src 'none'" in document.headers["content-security-policy"]
-        for name, kind in (
-            ("live.js", "javascript"),
-            ("regimes.js", "javascript"),
-            ("page.css", "css"),
-        ):
+        files = {"live.js": "javascript", "regimes.js": "javascript", "page.css": "css"}
+        for name, kind in files.items():
             part = ask("GET", f"/static/{name}")
             assert (part.status_code, kind in part.headers["content-type"]) == (200, True)
         for path in ("/static/..%2fapp.py", "/static/app.py", "/static/"):

@@ -30,10 +30,9 @@ PROMPTS = (
     *("Guests:", "Once upon a time", "The capital of", "On Sunday", "12 + 7 =", "Rita was"),
     *("Mia has 12 apples", "Then Adam went to the market."),
 )
-TALK = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Question: What is 12 + 7?"},
-]
+QUESTION = {"role": "user", "content": "Question: What is 12 + 7?"}
+TALK = [{"role": "system", "content": "Be brief."}, QUESTION]
+TURN = "<|start_header_id|>user<|end_header_id|>\n\nHi é<|eot_id|>"
 TOKENS = {"entropix": {"tokens": True}}
 
 
@@ -121,11 +120,8 @@ def test_choices(client: openai.OpenAI, tiny: LanguageModel) -> None:
     given: dict[str, Any] = {"n": 3, "seed": 5, "max_tokens": 12, "extra_body": TOKENS}
     answer = complete(client, [PROMPTS[0], PROMPTS[6]], **given)
     assert [choice.index for choice in answer.choices] == [*range(6)]
-    rows = [
-        row
-        for prompt in (PROMPTS[0], PROMPTS[6])
-        for row in generate(tiny, prompt, samples=3, seed=5, max_new_tokens=12)
-    ]
+    rows = generate(tiny, PROMPTS[0], samples=3, seed=5, max_new_tokens=12)
+    rows += generate(tiny, PROMPTS[6], samples=3, seed=5, max_new_tokens=12)
     for choice, row in zip(answer.choices, rows, strict=True):
         check_same(choice, row)
         assert choice.entropix["seed"] == 5
@@ -393,15 +389,12 @@ def test_logprobs(client: openai.OpenAI, tiny: LanguageModel) -> None:
 
 
 @pytest.mark.parametrize("new", [0, 2])
-def test_echoes_have_the_scores_of_a_text(
-    client: openai.OpenAI, tiny: LanguageModel, new: int
-) -> None:
+def test_echoes_have_scores(client: openai.OpenAI, tiny: LanguageModel, new: int) -> None:
     text = "Mia has 12 apples and buys 7."
     scored = [*score(tiny, text)]
+    options: Any = {"echo": True, "max_tokens": new, "logprobs": 1, "temperature": 0}
     for stream in (False, True):
-        answer = complete(
-            client, text, echo=True, max_tokens=new, logprobs=1, temperature=0, stream=stream
-        )
+        answer = complete(client, text, stream=stream, **options)
         parts = [part.choices[0] for part in answer] if stream else answer.choices
         assert parts[-1].finish_reason == "length"
         found: dict[str, list[Any]] = {}
@@ -433,14 +426,7 @@ def test_parts_of_characters_have_bytes(client: openai.OpenAI, tiny: LanguageMod
     assert bytes(one.bytes) + tiny.tokenizer.token_bytes(second) == word.encode()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<|start_header_id|>user<|end_header_id|>\n\nHi é<|eot_id|>",
-        "<|begin_of_text|>Hi<|eot_id|> there",
-        "Hi é",
-    ],
-)
+@pytest.mark.parametrize("text", [TURN, "<|begin_of_text|>Hi<|eot_id|> there", "Hi é"])
 @pytest.mark.parametrize("as_tokens", [False, True])
 def test_offsets_refer_to_the_echoed_text(
     client: openai.OpenAI, tiny: LanguageModel, text: str, as_tokens: bool

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,15 @@ from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.report.page import run_page
 from entropix_jax.sampler.state import MAX_REACH
-from entropix_jax.serve.kept import ROW_TOKENS, RowStore
+from entropix_jax.serve.kept import ROW_TOKENS, RowStore, continue_row
 from entropix_jax.serve.schema import ApiError
 from tests.support.runs import unrun
 from tests.support.samplers import EVERYTHING
 from tests.support.servers import Running, serve
 
 # Changes to the server's sampler, with settings whose state depends on the whole row.
-FULL: dict[str, Any] = {
-    **EVERYTHING,
-    "inject.thought": " More precisely,",
-    "branch.min_p": 0.1,
-    "dry.multiplier": 0.5,
-    "truncation.rule": "mirostat",
-    "mirostat.target": 9.0,
-}
+FULL: dict[str, Any] = {**EVERYTHING, "inject.thought": " More precisely,", "branch.min_p": 0.1}
+FULL |= {"dry.multiplier": 0.5, "truncation.rule": "mirostat", "mirostat.target": 9.0}
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "Once upon a time", "seed": 29, "max_tokens": 40}
 # The first one compiles the program for all of them.
 SAMPLERS: dict[str, Any] = {"full": FULL, "mirostat": "mirostat", "entropix": "entropix"}
@@ -302,6 +297,15 @@ def a_row(size: int) -> Row:
     fields: dict[str, Any] = dict.fromkeys(TokenRecord.__dataclass_fields__, 0)
     token = TokenRecord(**fields)
     return Row(unrun([1]), log=[(token, False)] * (size - 1 - ROW_TOKENS))
+
+
+def test_a_running_row_is_continued_from_its_log(tiny: LanguageModel) -> None:
+    """The engine adds a token to the log before it adds it to the row's tokens."""
+    row = a_row(3 + ROW_TOKENS)
+    row.tokens = [row.log[0][0]]
+    request = replace(unrun([1], "0", 9), sampler=serve(tiny).choose_sampler())
+    new = continue_row(tiny, row, request, 2, [5])
+    assert (len(new.prefix), [*new.forced]) == (2, [5])
 
 
 def test_kept_rows_are_bounded() -> None:

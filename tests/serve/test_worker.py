@@ -16,12 +16,12 @@ from entropix_jax.engine.programs import Programs, Steps
 from entropix_jax.engine.state import Recording
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.serve.request import ServedModel
+from entropix_jax.serve.model import ServedModel
 from entropix_jax.serve.schema import ApiError
 from entropix_jax.serve.worker import Ticket, Update, Worker
 from tests.support.runs import unrun
-from tests.support.samplers import LITERAL
-from tests.support.servers import FakeEngine, fake_server, wait_until
+from tests.support.samplers import LITERAL, NAMES
+from tests.support.servers import FakeEngine, fake_server, serve, wait_until
 
 pytestmark = pytest.mark.anyio
 Client = Callable[[], httpx.AsyncClient]
@@ -55,10 +55,8 @@ def submit(worker: Worker, *budgets: int) -> tuple[list[Ticket], list[list[Updat
     """Submits a row of each budget. Returns their tickets, and their updates as they come."""
     soon: Any = asyncio.get_running_loop().call_soon_threadsafe
     updates = [list[Update]() for _ in budgets]
-    tickets = [
-        Ticket(worker.engine.new_row(unrun([1], "0", budget)), partial(soon, own.extend))
-        for budget, own in zip(budgets, updates, strict=True)
-    ]
+    rows = [worker.engine.new_row(unrun([1], "0", budget)) for budget in budgets]
+    tickets = [*map(Ticket, rows, (partial(soon, own.extend) for own in updates))]
     worker.submit(tickets)
     return tickets, updates
 
@@ -154,14 +152,31 @@ async def test_requests_whose_programs_are_missing(standing: Standing, tiny: Lan
         later = await post("mirostat")
         assert (later.status_code, later.headers["retry-after"]) == (503, "30")
         assert later.json()["error"]["code"] == "compiling"
-        assert "the programs of sampler 'mirostat' are being compiled" in later.text
+        assert "of sampler 'mirostat' are still compiling (0 in the queue)" in later.text
+        programs._failed[Steps(second, 64)] = RuntimeError("no such luck\nmore")
+        answer = await post("mirostat")
+        broken = answer.json()["error"]
+        assert (answer.status_code, broken["code"]) == (500, "compile_failed")
+        assert broken["message"].endswith("failed: no such luck")
+        programs._failed.clear()
         programs._compiled[Steps(second, 64)] = print
         assert (await post("mirostat")).status_code == 200
         never = await post("xtc")
         assert (never.status_code, never.json()["error"]["param"]) == (400, "entropix.sampler")
-        assert "this server has no program with 'xtc' (--presets)" in never.text
+        assert "mechanism 'xtc' is not compiled here: start the server with a" in never.text
         lines = (await ask.get("/metrics")).text.splitlines()
         assert {"entropix_programs_compiled 2", "entropix_programs_waiting 0"} <= {*lines}
+
+
+def test_all_settings_have_programs_by_default(tiny: LanguageModel) -> None:
+    """The first set does not grow. `surrogate`, a control for studies, must be in the sampler."""
+    settings: dict[str, Any] = {"phrases.banned": ["x"], "no_repeat_ngram.size": 2}
+    settings |= {"think_end.patience": 1, "budget_forcing.min_tokens": 1, "confidence.threshold": 1}
+    served, names = serve(tiny), {key.partition(".")[0] for key in settings}
+    first, second = served.list_programs().sets
+    assert names <= served.choose_sampler(settings).parts.used <= second
+    assert not names & first
+    assert {*NAMES} - second == {"surrogate"}
 
 
 async def test_errors_of_too_many_requests(standing: Standing) -> None:
@@ -221,15 +236,10 @@ async def post_silently(client: Client, body: dict[str, Any], gone: asyncio.Even
 
     async with client() as ask:
         application: Any = ask._transport
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "method": "POST",
-        "path": "/v1/completions",
-        "scheme": "http",
-        "query_string": b"",
-        "headers": [(b"host", b"localhost:8000"), (b"content-type", b"application/json")],
-    }
+    headers = [(b"host", b"localhost:8000"), (b"content-type", b"application/json")]
+    scope: Any = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}}
+    scope |= {"method": "POST", "path": "/v1/completions", "scheme": "http", "query_string": b""}
+    scope["headers"] = headers
     await application.app(scope, receive, send)
 
 

@@ -22,7 +22,7 @@ from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.serve.app import make_app
 from entropix_jax.serve.http import HttpServer
-from entropix_jax.serve.request import ServedModel
+from entropix_jax.serve.model import ServedModel
 from entropix_jax.serve.worker import Worker
 from tests.support.samplers import LITERAL
 from tests.support.waiting import PATIENCE

@@ -6,6 +6,12 @@ const LOST = "The connection to the server was lost, and the text ends here. If 
 // The characters that an HTTP header can carry.
 export const isKey = (text) => /^[\x21-\x7e]+$/.test(text);
 
+// Resolves after some seconds; rejects when the signal aborts.
+const pause = (seconds, signal) => new Promise((resolve, reject) => {
+  setTimeout(resolve, 1000 * seconds);
+  signal.addEventListener("abort", () => reject(signal.reason));
+});
+
 export class Api {
   // `askKey(problem)` resolves to a key that the reader types, and rejects if the reader cancels.
   constructor(askKey) {
@@ -30,7 +36,9 @@ export class Api {
     }
     if (!answer.ok) {
       const told = await answer.json().catch(() => null);
-      throw new Error(told?.error?.message ?? `The server answered ${answer.status}.`);
+      const error = new Error(told?.error?.message ?? `The server answered ${answer.status}.`);
+      if (told?.error?.code === "compiling") error.wait = Number(answer.headers.get("Retry-After"));
+      throw error;
     }
     return answer;
   }
@@ -47,8 +55,18 @@ export class Api {
   }
 
   // The values of a stream's events. A comment says why nothing comes: `{ comment, choices: [] }`.
+  // Repeats the request while the server compiles its programs.
   async *stream(path, json, signal) {
-    const answer = await this.ask(path, { method: "POST", json: { ...json, stream: true }, signal });
+    let answer = null;
+    while (!answer) {
+      try {
+        answer = await this.ask(path, { method: "POST", json: { ...json, stream: true }, signal });
+      } catch (error) {
+        if (!error.wait) throw error;
+        yield { comment: error.message.replace("try again later", `the page tries again in ${error.wait} s`), choices: [] };
+        await pause(error.wait, signal);
+      }
+    }
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
     let rest = "";
     for (;;) {
