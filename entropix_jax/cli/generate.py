@@ -178,10 +178,10 @@ def _check(arguments: Arguments) -> None:
         raise UserError("--vote needs --method")
     if arguments.method is not None:
         from entropix_jax.engine.methods import find_method
-        from entropix_jax.engine.search import MOST_FORKS
+        from entropix_jax.engine.search import MAX_FORKS
 
         find_method(arguments.method)
-        check_range("--forks", arguments.forks, 1, MOST_FORKS)
+        check_range("--forks", arguments.forks, 1, MAX_FORKS)
         alone = (arguments.samples > 1, arguments.trace, arguments.report, arguments.ask)
         if any(alone) or arguments.verbose:
             raise UserError("--method excludes --samples, --trace, --report, --ask, --verbose")

@@ -10,7 +10,7 @@ from typing import Any
 
 from entropix_jax.engine.calibrated import CalibratedSampler, calibrate_sampler
 from entropix_jax.engine.loop import Engine
-from entropix_jax.engine.memory import most_slots
+from entropix_jax.engine.memory import max_slots
 from entropix_jax.engine.records import check_recording
 from entropix_jax.engine.request import MAX_SAMPLES, Ask, Request, Retrieve, check_request
 from entropix_jax.engine.results import Event, Rows
@@ -25,7 +25,7 @@ from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
 
-_MOST_SLOTS = 64
+_MAX_SLOTS = 64
 
 AnySampler = CalibratedSampler | Sampler | str | Path
 
@@ -147,7 +147,7 @@ def _calibrated(sampler: Any, model: Any) -> CalibratedSampler:
     if isinstance(sampler, str | Path):
         sampler = load_sampler(str(sampler))
     if not isinstance(sampler, Sampler):
-        raise UserError(f"no preset's name, file or Sampler: {sampler!r}")
+        raise UserError(f"sampler must be a preset's name, a file or a Sampler, not {sampler!r}")
     calibrated = calibrate_sampler(sampler, model)
     for note in calibrated.notes:
         warnings.warn(note, stacklevel=3)
@@ -174,7 +174,7 @@ class Generation:
         one. UserError if there is no request, `check_request` rejects one, the recording does not
         fit the model, or one row does not fit into memory."""
         if not requests:
-            raise UserError("there is nothing to generate: no request")
+            raise UserError("the list of requests is empty")
         recording = recording or Recording()
         check_recording(model, recording)
         longest = max(len(one.prompt) + check_request(model, one) for one in requests)
@@ -242,6 +242,6 @@ def _count_slots(model: LanguageModel, rows: int, capacity: int) -> int:
     """Returns the number of rows in parallel: all, up to 64, as far as memory allows."""
     if model.mesh is not None:
         return rows
-    slots = min(rows, _MOST_SLOTS)
-    fitting = most_slots(model.config, model.precision, slots=slots, capacity=capacity, mesh=None)
+    slots = min(rows, _MAX_SLOTS)
+    fitting = max_slots(model.config, model.precision, slots=slots, capacity=capacity, mesh=None)
     return max(fitting, 1)

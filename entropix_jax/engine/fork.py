@@ -29,7 +29,7 @@ from entropix_jax.engine.state import (
     STOPPED,
     WAITS_FOR_CHOICE,
     DecodeState,
-    Joined,
+    ForkEnd,
     status_after,
 )
 from entropix_jax.model.mesh import local_index
@@ -164,7 +164,7 @@ def grow(
     return replace(state, fork=fork), grows & ends
 
 
-def join_forks(state: DecodeState, parts: Parts) -> tuple[DecodeState, Joined]:
+def join_forks(state: DecodeState, parts: Parts) -> tuple[DecodeState, ForkEnd]:
     """Ends the forks whose branches have all ended, and decides what each of their rows commits.
 
     - `waits`: nothing. The choice is ambiguous and the row asks the host. It goes back to the fork.
@@ -176,7 +176,7 @@ def join_forks(state: DecodeState, parts: Parts) -> tuple[DecodeState, Joined]:
     chex.assert_tree_shape_prefix((state.cache.length, state.fork, state.sampler), (places,))
     if not parts.acts:
         no, zero = jnp.zeros(places, bool), jnp.zeros(places, jnp.int32)
-        return state, Joined(no, zero, zero, jnp.zeros((places, MAX_WIDTH), jnp.float32), no)
+        return state, ForkEnd(no, zero, zero, jnp.zeros((places, MAX_WIDTH), jnp.float32), no)
     batch, fork = places - state.lanes, state.fork
     slots = jnp.arange(batch, dtype=jnp.int32)
     is_branch = fork.branch >= 0
@@ -243,7 +243,7 @@ def join_forks(state: DecodeState, parts: Parts) -> tuple[DecodeState, Joined]:
         """[B, ...] as [P, ...], 0 in the lanes."""
         return jnp.pad(rows, [(0, places - batch), *[(0, 0)] * (rows.ndim - 1)])
 
-    return state, jax.tree.map(fill, Joined(joins, best, committed, scores, ambiguous))
+    return state, jax.tree.map(fill, ForkEnd(joins, best, committed, scores, ambiguous))
 
 
 def _rank(

@@ -12,19 +12,19 @@ from entropix_jax.errors import UserError
 from entropix_jax.text.tokenizer import Tokenizer
 
 
-class Answer(NamedTuple):
+class Insertion(NamedTuple):
     """The tokens that the host forces on a row."""
 
     tokens: list[int]  # empty: the row samples
     action: int  # of the tokens, an index into the sampler's mechanisms
 
 
-NOTHING = Answer([], 0)
+NOTHING = Insertion([], 0)
 
 
 def retrieve_thought(
     request: Request, tokenizer: Tokenizer, text: str, turn: int, remaining: int
-) -> Answer:
+) -> Insertion:
     """Calls `Request.retrieve` with the row's text. Returns its text, else the sampler's own
     thought: the first of the two that fits into the remaining budget and contains no token that is
     never drawn. `turn` is the number of earlier calls."""
@@ -32,7 +32,7 @@ def retrieve_thought(
     settings = request.sampler.settings
     found = request.retrieve(text)
     if not isinstance(found, str):
-        raise UserError(f"retrieve gave {found!r}: expected a text, an empty one for none")
+        raise UserError(f'retrieve returned {found!r}: it must return a text, "" for no thought')
     # The name of a control token in a text is not that token: it must not end a row or a turn.
     special = tokenizer.special_ids
     retrieved = [i for i in tokenizer.encode_within(found) if i not in special]
@@ -42,12 +42,12 @@ def retrieve_thought(
     fitting = (tokens for tokens in candidates if 0 < len(tokens) <= remaining)
     never = {*settings.unwritable.tolist()}
     allowed = (tokens for tokens in fitting if never.isdisjoint(tokens))
-    return Answer(next(allowed, []), request.sampler.parts.action("inject"))
+    return Insertion(next(allowed, []), request.sampler.parts.action("inject"))
 
 
 def choose_branch(
     row: Row, branches: Sequence[BranchRecord], ambiguous: bool, remaining: int
-) -> tuple[list[BranchRecord], Answer]:
+) -> tuple[list[BranchRecord], Insertion]:
     """Returns the branches with the chosen one marked, and the tokens of that one to force. If the
     fork is ambiguous, `Request.ask` chooses between the two best branches."""
     request = row.request
@@ -59,13 +59,13 @@ def choose_branch(
         answer = request.ask(row.number, [branch.text for branch in two])
         row.waited += time.perf_counter() - started
         if answer not in (None, 0, 1):
-            raise UserError(f"ask gave {answer!r}: expected 0, 1, or None for the better one")
+            raise UserError(f"ask returned {answer!r}: it must return 0, 1, or None for the better")
         if answer is not None:
             chosen = next(i for i, branch in enumerate(branches) if branch is two[answer])
     whole = request.sampler.values["branch.commit_all"]
     tokens = branches[chosen].tokens[: None if whole else 1][:remaining]
     marked = [replace(branch, chosen=i == chosen) for i, branch in enumerate(branches)]
-    return marked, Answer(tokens, request.sampler.parts.action("branch"))
+    return marked, Insertion(tokens, request.sampler.parts.action("branch"))
 
 
 def two_best(branches: Sequence[BranchRecord]) -> list[BranchRecord]:

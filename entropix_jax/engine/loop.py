@@ -37,7 +37,7 @@ _LOOK_SECONDS = 0.1  # target time between two reads by the host
 _SLOTS_PER_EMPTY = 16  # one slot in this many may idle before a chunk ends early
 _SLOTS_PER_LANE = 6  # where rows may fork
 _MANY_TOKENS = 64  # budget from which the program with lanes is compiled ahead
-_MOST_IDLE = 8  # consecutive chunks without a step; more is a defect
+_MAX_IDLE = 8  # consecutive chunks without a step; more is a defect
 
 
 def shared_lanes(slots: int, needed: int = MAX_WIDTH - 1) -> int:
@@ -172,7 +172,7 @@ class Engine(Roster):
         finally:  # the results may be kept for long: free the cache now
             del self._state
             self._known.clear()
-            self._number = 0
+            self._next_number = 0
             self._forked, self._stopping, self._unpaced = False, False, 0
             self._reading, self._paused = [], []
 
@@ -214,7 +214,7 @@ class Engine(Roster):
             # Chunks may make no step: the one before ended rows, filled the window, or needs the
             # other program, and that twice where a stop string ends the row that is forked.
             idle = 0 if moved else idle + 1
-            if idle > _MOST_IDLE:
+            if idle > _MAX_IDLE:
                 raise RuntimeError("rows are running, but no step is made")
 
     # Insert
@@ -270,7 +270,7 @@ class Engine(Roster):
             self._check_cache(lanes)
             self._state = widen(self._state, self._layout, lanes)
             self._layout = replace(self._layout, lanes=lanes)
-        arguments = self._state, self._layout.numbers[slot], arrival
+        arguments = self._state, self._layout.indices[slot], arrival
         mechanisms = self._parts.mechanisms
         self._state = self.programs.call("insert", insert, arguments, mechanisms=mechanisms)
 
@@ -375,16 +375,16 @@ class Engine(Roster):
             row.answer = None
             padded = np.zeros(self._capacity, np.int32)
             padded[: len(tokens)] = tokens
-            place, count = self._layout.numbers[slot], np.int32(len(tokens))
+            place, count = self._layout.indices[slot], np.int32(len(tokens))
             arguments = state, place, padded, count, np.int32(action)
             state = self.programs.call("answer", answer, arguments)
         status = np.full(state.status.shape, -1, np.int32)  # -1: no change
-        status[self._layout.numbers[self._paused]] = RUNNING
+        status[self._layout.indices[self._paused]] = RUNNING
         for slot, row in enumerate(self._slots):
             reason = None if row is None else row.row.finish_reason
             ended = reason is not None and self._listed is not None
             if ended or reason in ("stop", "error", "cancelled") or slot in self._reading:
-                status[self._layout.numbers[slot]] = STOPPED
+                status[self._layout.indices[slot]] = STOPPED
         self._paused = [*self._reading]
         if (status >= 0).any():
             state = replace(state, status=jnp.where(status >= 0, status, state.status))

@@ -71,7 +71,7 @@ def check_memory(
     )
 
 
-def most_slots(
+def max_slots(
     config: ModelConfig, precision: Precision, *, slots: int, capacity: int, mesh: Mesh | None
 ) -> int:
     """Returns how many slots, up to `slots`, fit next to loaded weights if a fifth of free memory

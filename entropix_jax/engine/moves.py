@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
-from entropix_jax.engine.hooks import NOTHING, Answer
+from entropix_jax.engine.hooks import NOTHING, Insertion
 from entropix_jax.engine.request import MAX_SAMPLES, Request, check_request
 from entropix_jax.engine.results import Event, Row
 from entropix_jax.engine.row import RunningRow, check_place
@@ -32,7 +32,7 @@ class Roster:
         self._source: Iterator[Request | None] = iter(())
         self._new: WeakValueDictionary[int, Row] = WeakValueDictionary()  # by `id` of the request
         self._known: WeakValueDictionary[int, Row] = WeakValueDictionary()  # by `id`
-        self._number = 0  # of the next row
+        self._next_number = 0  # of the next row
 
     @property
     def _running(self) -> dict[int, RunningRow]:
@@ -45,7 +45,7 @@ class Roster:
         caller gets the row with its first event."""
         row = self._new[id(request)] = Row(request, number=request.number or 0)
         if request.number is not None:  # no fork takes it
-            self._number = max(self._number, request.number + 1)
+            self._next_number = max(self._next_number, request.number + 1)
         return row
 
     def interrupt(self) -> Iterator[Event]:
@@ -69,12 +69,12 @@ class Roster:
     def fork(
         self,
         row: Row,
-        number: int,
+        count: int,
         *,
         position: int | None = None,
         max_new_tokens: int | None = None,
     ) -> list[Row]:
-        """Forks a row of the run in progress into `number` new rows. The row continues.
+        """Forks a row of the run in progress into `count` new rows. The row continues.
 
         They take free slots before waiting requests. Their ids are the row's id with ".1", ".2",
         and so on, so each has its own random numbers.
@@ -84,18 +84,19 @@ class Roster:
             max_new_tokens: their budget, by default the row's.
 
         UserError: see `check_place`; or the row is not part of a run in progress."""
-        number = check_integer("number", number, 1, MAX_SAMPLES)
-        whole = replace(row.request, number=None, prefix=(), forced=(), chosen=False)
-        whole = whole if max_new_tokens is None else replace(whole, max_new_tokens=max_new_tokens)
-        kept = self._count_kept(row, position, whole)
+        count = check_integer("count", count, 1, MAX_SAMPLES)
+        template = replace(row.request, number=None, prefix=(), forced=(), chosen=False)
+        if max_new_tokens is not None:
+            template = replace(template, max_new_tokens=max_new_tokens)
+        kept = self._count_kept(row, position, template)
         forks = []
-        for _ in range(number):
+        for _ in range(count):
             row.forks += 1
-            request = replace(whole, row_id=f"{row.request.row_id}.{row.forks}")
-            tokens = [replace(token, row=self._number) for token in row.tokens[:kept]]
+            request = replace(template, row_id=f"{row.request.row_id}.{row.forks}")
+            tokens = [replace(token, row=self._next_number) for token in row.tokens[:kept]]
             log = [(token, False) for token in tokens]
             source = row.number, len(row.log)
-            forks.append(Row(request, tokens, log=log, number=self._number, source=source))
+            forks.append(Row(request, tokens, log=log, number=self._next_number, source=source))
             self._move(forks[-1])
         return forks
 
@@ -127,7 +128,7 @@ class Roster:
             raise UserError(f"row '{name}' has ended: rewind it before tokens are forced")
         self._move(row, self._forced(row, tokens, action))
 
-    def _forced(self, row: Row, tokens: Sequence[int], action: str) -> Answer:
+    def _forced(self, row: Row, tokens: Sequence[int], action: str) -> Insertion:
         """Returns tokens to force on a row. UserError if they are not valid."""
         name = f"row '{row.request.row_id}'"
         actions = [mechanism.name for mechanism in row.request.sampler.mechanisms]
@@ -138,7 +139,7 @@ class Roster:
             raise UserError(f"{name}: forced token {strange!r} is not a token id")
         if action not in actions:
             raise UserError(f"no mechanism is named '{action}'{nearest(action, actions)}")
-        return Answer([*tokens], actions.index(action))
+        return Insertion([*tokens], actions.index(action))
 
     def _fetch(self) -> RunningRow | None:
         """Returns the next row, or None if there is none yet. Fetches a request if no row waits."""
@@ -146,7 +147,7 @@ class Roster:
             row = self._new.pop(id(request), None)
             if row is None or row.request is not request:
                 row = Row(request)
-            row.number = number = self._number if request.number is None else request.number
+            row.number = number = self._next_number if request.number is None else request.number
             row.log = [(replace(t, row=number), retracted) for t, retracted in request.prefix]
             row.tokens = [token for token, retracted in row.log if not retracted]
             row.retracted_tokens = [token for token, retracted in row.log if retracted]
@@ -165,13 +166,13 @@ class Roster:
         self._check(row)
         return check_place(row, self._budget(request), position)
 
-    def _run_row(self, row: Row, forced: Answer, *, moved: bool = False) -> RunningRow:
+    def _run_row(self, row: Row, forced: Insertion, *, moved: bool = False) -> RunningRow:
         running = RunningRow(row, self._model, self._capacity, forced, moved=moved)
         self._known[id(row)] = row
-        self._number = max(self._number, row.number + 1)
+        self._next_number = max(self._next_number, row.number + 1)
         return running
 
-    def _move(self, row: Row, forced: Answer = NOTHING) -> None:
+    def _move(self, row: Row, forced: Insertion = NOTHING) -> None:
         """Runs the changed row in its slot or its place in the queue. Without one it waits behind
         other moved rows and before any request. Of tokens that only an end has committed the slot
         may have cached others."""

@@ -90,7 +90,7 @@ class PromptReader:
                 source = next((other for other in cached if rows[other].has_cached(row)), None)
                 if source is not None:
                     row.cached = row.to_cache
-                    places = layout.numbers[source], layout.numbers[slot]
+                    places = layout.indices[source], layout.indices[slot]
                     arguments = state, *places, np.int32(row.cached)
                     state = self._programs.call("copy", share_prefix, arguments)
                     cached.append(slot)
@@ -202,7 +202,7 @@ class PromptReader:
         for i, (slot, row) in enumerate(rows.items()):
             part = row.ids[row.cached : min(row.cached + size, row.to_cache)]
             tokens[i, : len(part)] = part
-            count[i], numbers[i] = len(part), layout.numbers[slot]
+            count[i], numbers[i] = len(part), layout.indices[slot]
             row.cached += len(part)
         arguments = self._arguments(state, layout, tokens, count, numbers)
         state = self._programs.call(key, prefill, arguments, **self._static(key.window))

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from entropix_jax.engine.slots import Layout
-from entropix_jax.engine.state import Extras, Joined, Recording, StepRecord
+from entropix_jax.engine.state import Extras, ForkEnd, Recording, StepRecord
 from entropix_jax.engine.trace import TokenRecord, plain
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
@@ -44,7 +44,7 @@ class StepOutcome:
     token: TokenRecord
     branch: int
     candidates: list[tuple[int, float]]
-    joined: Joined | None
+    joined: ForkEnd | None
     status: int
     rewinds: bool
     settled: int
@@ -139,7 +139,7 @@ def _candidates(records: StepRecord, i: int) -> list[tuple[int, float]]:
     return list(zip(ids, logprobs, strict=True))
 
 
-def _joined(joined: Joined, i: int) -> Joined | None:
+def _joined(joined: ForkEnd, i: int) -> ForkEnd | None:
     """Returns the end of the fork in record `i`, as Python values; None without one."""
     return jax.tree.map(lambda x: plain(x[i]), joined) if joined.joins[i] else None
 

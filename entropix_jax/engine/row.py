@@ -8,7 +8,7 @@ from math import isfinite
 
 import numpy as np
 
-from entropix_jax.engine.hooks import NOTHING, Answer, choose_branch, retrieve_thought, two_best
+from entropix_jax.engine.hooks import NOTHING, Insertion, choose_branch, retrieve_thought, two_best
 from entropix_jax.engine.records import StepOutcome
 from entropix_jax.engine.request import all_end_ids, check_request, padded_ids
 from entropix_jax.engine.results import Event, Move, Piece, Row
@@ -21,7 +21,7 @@ from entropix_jax.engine.state import (
     LENGTH,
     WAITS_FOR_CHOICE,
     WAITS_FOR_TEXT,
-    Joined,
+    ForkEnd,
 )
 from entropix_jax.engine.trace import BranchRecord, TokenRecord
 from entropix_jax.errors import UserError
@@ -48,7 +48,7 @@ class RunningRow:
         row: Row,
         model: LanguageModel,
         capacity: int,
-        forced: Answer = NOTHING,
+        forced: Insertion = NOTHING,
         *,
         moved: bool = False,
     ) -> None:
@@ -62,7 +62,7 @@ class RunningRow:
         self.forced = forced
         self.moved = moved  # by the host, and not inserted since
         self.replaced = False  # by another instance for the same row
-        self.answer: Answer | None = None  # to be sent to the device
+        self.answer: Insertion | None = None  # to be sent to the device
         self.cached = 0
         self.limit = len(request.prompt) + budget
         # A stop string that is a control token ends the row by its id: it has no text.
@@ -239,7 +239,7 @@ class RunningRow:
         yield from self._commit(reason=reason)
 
     def _join(
-        self, joined: Joined, outcome: StepOutcome, stopping: Callable[[], bool]
+        self, joined: ForkEnd, outcome: StepOutcome, stopping: Callable[[], bool]
     ) -> Iterator[Event]:
         """Ends the fork: commits the best branch, or lets the host choose."""
         paths, self._paths = self._paths, []

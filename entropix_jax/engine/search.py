@@ -21,7 +21,7 @@ from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
 
-MOST_FORKS = 32  # continuations of a prompt
+MAX_FORKS = 32  # continuations of a prompt
 
 _FORCED = ("inject", "think_end", "budget_forcing")  # actions of tokens that no model chose
 

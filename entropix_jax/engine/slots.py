@@ -48,7 +48,7 @@ class Layout:
         return np.pad(slots, [(0, 0), (0, self.lanes)], constant_values=-1).reshape(-1)
 
     @cached_property
-    def numbers(self) -> np.ndarray:
+    def indices(self) -> np.ndarray:
         """Row index in the state of each slot, int32 [B]. NumPy, because indexing a device array
         would need a program."""
         return np.flatnonzero(self.slot_of >= 0).astype(np.int32)

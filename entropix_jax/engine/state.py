@@ -116,7 +116,7 @@ class Extras:
 
 
 @struct.dataclass
-class Joined:
+class ForkEnd:
     """The ends of forks; [P] fields."""
 
     joins: jax.Array  # bool: the row's fork ended. Where False, the other fields are undefined.
@@ -146,7 +146,7 @@ class StepRecord:
     width: jax.Array  # int32, number of branches that begin; 0: it did not fork
     candidates: jax.Array  # int32 [P, W], with the first of these tokens
     logprobs: jax.Array  # float32 [P, W], of those, nats
-    joined: Joined
+    joined: ForkEnd
 
 
 def extras_of(logits: jax.Array, stats: AttnStats, recording: Recording) -> Extras:

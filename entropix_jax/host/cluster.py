@@ -24,7 +24,7 @@ from entropix_jax.errors import UserError, require
 from entropix_jax.version import __version__
 
 ANY = "auto"  # the cluster of RAY_ADDRESS or of this machine, else a new one on this machine
-_MOST_DEATHS = 3  # of actors with an item, or of those that were started in one place
+_MAX_DEATHS = 3  # of actors with an item, or of those that were started in one place
 _LOOK_SECONDS = 0.2  # between looks at a request to stop
 _NODES_SECONDS = 1.0  # between looks for nodes that came or died
 _CONNECT_SECONDS = 20.0
@@ -211,9 +211,9 @@ class Cluster:
                     self.results += 1
                     write(actor.items.pop(number), result)
             for number, item in [*self._again]:
-                if self._deaths[number] >= _MOST_DEATHS:
+                if self._deaths[number] >= _MAX_DEATHS:
                     self._again.remove((number, item))
-                    fail(item, f"its process died {_MOST_DEATHS} times: {self._reason}")
+                    fail(item, f"its process died {_MAX_DEATHS} times: {self._reason}")
             for actor in self._actors:
                 if actor.slots and actor.call is None:
                     self._give(actor)
@@ -234,7 +234,7 @@ class Cluster:
             needs, number = self._needs(node["Resources"]) if node["Alive"] else ({}, 0)
             for index in range(number):
                 place = node["NodeID"], index
-                if place in taken or self._deaths[place] >= _MOST_DEATHS:
+                if place in taken or self._deaths[place] >= _MAX_DEATHS:
                     continue
                 here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
                 handle = ray.remote(_Host).options(scheduling_strategy=here, **needs).remote()
@@ -301,7 +301,7 @@ class Cluster:
         self._reason = f"{actor.address}: {reason}"
         self._deaths.update([*actor.items] if actor.slots else [actor.place])
         for item in actor.items.items():
-            again = self._suspects if self._deaths[item[0]] == _MOST_DEATHS - 1 else self._again
+            again = self._suspects if self._deaths[item[0]] == _MAX_DEATHS - 1 else self._again
             again.append(item)
 
     def _give(self, actor: _Actor) -> None:

@@ -16,7 +16,7 @@ from random import Random
 from typing import Any, get_args
 
 from entropix_jax.engine.methods import find_method
-from entropix_jax.engine.search import MOST_FORKS, SINGLE, Method
+from entropix_jax.engine.search import MAX_FORKS, SINGLE, Method
 from entropix_jax.errors import UserError, nearest
 from entropix_jax.host.files import read_toml
 from entropix_jax.host.integers import as_integer
@@ -34,7 +34,7 @@ from entropix_jax.sampler.sampler import Sampler
 
 _MAX_SETTINGS = 100_000
 _MAX_SEED = 2**63 - 1  # an int64 column
-_MOST_MARGIN = 1000
+_MAX_MARGIN = 1000
 _KEYS = (
     *("description", "tasks", "items", "skip", "seeds", "most_seeds", "split", "max_new_tokens"),
     *("base", "baseline", "baselines", "set", "samplers", "settings", "grid", "tuning", "compare"),
@@ -197,8 +197,8 @@ def _read_comparison(table: _Table, names: Sequence[str]) -> Comparison:
     if not settings and not pairs:
         raise UserError(f"{key}.settings: must name a setting to compare")
     margin = table.values.get("margin")
-    if margin is not None and not (fits(margin, float) and 0 < margin < _MOST_MARGIN):
-        raise UserError(f"{key}.margin = {margin!r}: must be a number between 0 and {_MOST_MARGIN}")
+    if margin is not None and not (fits(margin, float) and 0 < margin < _MAX_MARGIN):
+        raise UserError(f"{key}.margin = {margin!r}: must be a number between 0 and {_MAX_MARGIN}")
     tasks = table.values_of("tasks", str)
     return Comparison(key, by, curve, settings, tuple(map(tuple, pairs)), margin, tasks)
 
@@ -393,7 +393,7 @@ class _Reader:
         for name, own in changes.items():
             where, other = f"settings.{name}", own.text("sampler")
             named_method = own.text("method")
-            forks = own.count("forks", 8 if named_method else 1, 1, MOST_FORKS)
+            forks = own.count("forks", 8 if named_method else 1, 1, MAX_FORKS)
             if named_method is None and "forks" in own:
                 raise UserError(f"{where}.forks: needs a method")
             keys = ("sampler", "method", "forks")

@@ -10,7 +10,7 @@ from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.settings import LOOP_WINDOW, MAX_PERIOD, LoopSettings, SamplerSettings
 
 LELV, HELV, LEHV, HEHV, MID = range(len(REGIMES))
-MOST_DRIFT = 5.0  # of the logarithm of a threshold: a factor of 148
+MAX_DRIFT = 5.0  # of the logarithm of a threshold: a factor of 148
 
 
 def classify(
@@ -65,7 +65,7 @@ def update_drift(metrics: Metrics, settings: SamplerSettings, drift: jax.Array) 
     below = (values < thresholds.values * jnp.exp(drift)).astype(jnp.float32)
     moves = thresholds.dynamic & (thresholds.quantiles >= 0)
     moved = drift + jnp.where(moves, thresholds.rate * (thresholds.quantiles - below), 0.0)
-    return jnp.clip(moved, -MOST_DRIFT, MOST_DRIFT)
+    return jnp.clip(moved, -MAX_DRIFT, MAX_DRIFT)
 
 
 def count_rounds(

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json, to_json
 
-from entropix_jax.engine.search import MOST_FORKS
+from entropix_jax.engine.search import MAX_FORKS
 from entropix_jax.errors import UserError
 from entropix_jax.host.integers import as_integer
 from entropix_jax.text.chat_template import plain_messages
@@ -178,7 +178,7 @@ class Own(_Object):
     escape_special: bool | None = None
     begin: Annotated[From | None, Field(validation_alias="from")] = None
     method: str | None = None
-    forks: Annotated[Integer, Field(ge=1, le=MOST_FORKS)] | None = None
+    forks: Annotated[Integer, Field(ge=1, le=MAX_FORKS)] | None = None
     vote: bool = False
 
 

@@ -99,7 +99,7 @@ CAUSES: list[tuple[Callable[[Place], Any], str]] = [
     (lambda at: at.stream("Once", max_new_tokens="4"), "must be an integer, not '4'"),
     (lambda at: at.stream("Once", seed=None), "seed must be an integer, not None"),
     (lambda at: at.stream("Once", stop=5), "stop strings must not be empty"),
-    (lambda at: at.stream("Once", {}), "no preset's name, file or Sampler: {}"),
+    (lambda at: at.stream("Once", {}), "a preset's name, a file or a Sampler, not {}"),
     (lambda at: GREEDY.with_values(FIVE), "greedy: settings must be a dict of keys and values"),
     (lambda at: GREEDY.with_values({FIVE: 1}), "no sampler key '5'"),
     (lambda at: entropix_jax.load_sampler(FIVE), "no sampler preset '5'"),

@@ -144,7 +144,7 @@ def test_a_stop_string_may_be_a_control_token(model: LanguageModel, whole: Row) 
 def test_a_list_of_prompts_is_a_batch(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "_MOST_SLOTS", 2)
+    monkeypatch.setattr(runs, "_MAX_SLOTS", 2)
     chat = [{"role": "user", "content": "Hi"}]
     prompts: list[Any] = ["Once upon", chat, "Once upon", "12 + 7 ="]
     options: Any = {"max_new_tokens": 12, "seed": 3}
@@ -367,11 +367,11 @@ def test_inserted_texts_keep_their_spaces(model: LanguageModel, tmp_path: Path) 
 
 def test_invalid_hook_results_are_reported(model: LanguageModel) -> None:
     """A hook without a `return` gives None."""
-    with pytest.raises(UserError, match=r"^retrieve gave None: expected a text"):
+    with pytest.raises(UserError, match=r"^retrieve returned None: it must return a text"):
         run(model, requests([ids(5)]), sampler=ASKING, retrieve=lambda text: None)
     for answer in (2, -1, "first"):
         options: dict[str, Any] = {"ask": lambda row, texts, answer=answer: answer}
-        with pytest.raises(UserError, match=rf"^ask gave {answer!r}: expected 0, 1, or None"):
+        with pytest.raises(UserError, match=rf"^ask returned {answer!r}: it must return 0, 1"):
             run(model, requests([ids(5)]), sampler=FORKING, **options)
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import pytest
 
 import entropix_jax
-from entropix_jax.engine.memory import check_memory, most_slots, plan_memory
+from entropix_jax.engine.memory import check_memory, max_slots, plan_memory
 from entropix_jax.errors import UserError
 from entropix_jax.host import memory as free_memory
 from entropix_jax.model import loading
@@ -55,7 +55,7 @@ def test_the_plan_equals_the_bytes_of_the_arrays(mesh: str | None, vocabulary: i
 
 
 @pytest.mark.parametrize("number", [1, 16])
-def test_most_slots(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_max_slots(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fifth of the free memory stays free. A CPU's free memory excludes the loaded weights, while
     the limit of another device includes them. CPU devices share one memory."""
     config, precision = config_of_folder(), choose_precision("float32", "cpu")
@@ -64,7 +64,7 @@ def test_most_slots(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def most(free: int | None, mesh: Any = None) -> int:
         set_free_bytes(monkeypatch, free)
-        return most_slots(config, precision, slots=16, capacity=1024, mesh=mesh)
+        return max_slots(config, precision, slots=16, capacity=1024, mesh=mesh)
 
     assert most(None) == 16
     assert [most(needed), most(needed - 3)] == [number, number - 1]

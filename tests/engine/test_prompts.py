@@ -65,7 +65,7 @@ class Arrivals:
         """Returns keys and values of each row in the last layer, which depends on all layers."""
         found = []
         for slot, length in enumerate(self.lengths):
-            place = LAYOUT.numbers[slot]
+            place = LAYOUT.indices[slot]
             assert self.state.cache.length[place] == length == self.rows[slot].cached
             for array in (self.state.cache.keys[-1], self.state.cache.values[-1]):
                 found.append(np.asarray(array[place, :, :length]))

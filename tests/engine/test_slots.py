@@ -92,7 +92,7 @@ def test_insert(mesh: str | None, slot: int, cached: int) -> None:
     the slot's previous row, and changes no other row and no cached key or value."""
     state, row, layout = random_state(mesh), arrival(cached=cached), layout_of(mesh)
     before = leaves(state)
-    number = layout.numbers[slot]
+    number = layout.indices[slot]
     after = leaves(insert(state, jnp.asarray(number), row, mechanisms=MECHANISMS))
     fresh = init_sampler_state(1, MECHANISMS)
     expected = {
@@ -153,7 +153,7 @@ def test_widen(mesh: str | None) -> None:
 def test_share_prefix(mesh: str | None, source: int, target: int) -> None:
     """`share_prefix` copies the cache, sets its length, and changes nothing else. The source may be
     on another device."""
-    state, numbers = random_state(mesh), layout_of(mesh).numbers
+    state, numbers = random_state(mesh), layout_of(mesh).indices
     before, wanted_sharding = leaves(state), jax.tree.map(lambda x: x.sharding, state)
     source, target = numbers[source], numbers[target]
     shared = share_prefix(state, *map(jnp.int32, (source, target, 5)))

@@ -87,8 +87,8 @@ class Job:
         shards = mesh.shape["data"] if mesh else 1
         self.places = Layout(BATCH, LANES, shards)
         self.params, self.state = rows(shards)
-        self.history = self.state.history[self.places.numbers]
-        self.counts = self.state.prompt_length[self.places.numbers] - 1
+        self.history = self.state.history[self.places.indices]
+        self.counts = self.state.prompt_length[self.places.indices] - 1
         if mesh:
             self.params = place(self.params, param_shardings(mesh, CONFIG))
             self.state = place(self.state, row_shardings(mesh, self.state))
@@ -111,7 +111,7 @@ class Job:
         told = Recorder(BATCH)
         texts = [step.as_text() for step in steps]
         outcome = Outcome(told.lines, texts=texts, layout=self.layout)
-        state, numbers = self.state, self.places.numbers
+        state, numbers = self.state, self.places.indices
 
         def taken(donated: DecodeState, state: DecodeState) -> DecodeState:
             gone = all(x.is_deleted() for x in jax.tree.leaves(donated))
@@ -159,7 +159,7 @@ class Job:
 
     def slots(self, state: DecodeState) -> DecodeState:
         """Returns the state of the rows in the slots."""
-        fetched = jax.tree.map(lambda x: np.array(x)[self.places.numbers], state)
+        fetched = jax.tree.map(lambda x: np.array(x)[self.places.indices], state)
         return replace(fetched, fork=None, settings=None)
 
 

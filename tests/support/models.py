@@ -154,7 +154,7 @@ def uncached(
         history[row, : len(prompt)] = prompt
 
     def put(rows: jax.Array, own: Any) -> jax.Array:
-        return rows.at[layout.numbers].set(own)
+        return rows.at[layout.indices].set(own)
 
     return replace(
         state,
