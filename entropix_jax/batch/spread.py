@@ -23,12 +23,11 @@ class HostedBatch:
         """Runs records as they come; see `BatchRun.run`."""
 
         def finish(record: Any, result: Mapping[str, Any]) -> None:
-            trace = {}
             if self._run.traces is not None and "text" in result:
                 path = self._run.trace_of(record)
-                trace["trace"] = path.read_text(encoding="utf-8")
+                result = {**result, "trace": path.read_text(encoding="utf-8")}
                 path.unlink()
-            write(record, {**result, **trace})
+            write(record, result)
 
         self._run.run(items, finish)
 

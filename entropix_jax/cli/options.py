@@ -24,6 +24,7 @@ import tyro
 from entropix_jax.errors import Note, UserError, check_range, printable
 from entropix_jax.host.cluster import ANY
 from entropix_jax.host.files import decode_text, read_text
+from entropix_jax.host.heap import GC_THRESHOLD
 from entropix_jax.host.interrupts import EXIT_INTERRUPT
 from entropix_jax.model import find
 from entropix_jax.sampler.files import check_names
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
     from entropix_jax.sampler.sampler import Sampler
 
 EXIT_OK, EXIT_USAGE = 0, 2
-# JAX keeps a million small objects for good. Python's default threshold of 700 scans them so often
-# that it takes a quarter of the start-up.
-_GC_THRESHOLD = 50_000
 _EXAMPLE = "\n\nExample:\n"  # begins the last paragraph of a command's docstring: its options
 _WIDEST_HELP = 100
 _MAX_CONTEXT = 2048  # cache positions of a row of many, by default
@@ -310,7 +308,7 @@ def run_command(command: Callable[[], int]) -> int:
     0.
     """
     _repair_streams()
-    gc.set_threshold(_GC_THRESHOLD)
+    gc.set_threshold(GC_THRESHOLD)
     try:
         try:
             with _print_notes():

@@ -7,9 +7,11 @@ replaced while the run continues, and its unfinished items run again.
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import re
+import signal
 import socket
 import threading
 import time
@@ -21,11 +23,13 @@ from itertools import chain, islice
 from typing import Any, Protocol
 
 from entropix_jax.errors import UserError, require
+from entropix_jax.host.heap import GC_THRESHOLD
 from entropix_jax.version import __version__
 
 ANY = "auto"  # the cluster of RAY_ADDRESS or of this machine, else a new one on this machine
 _MAX_DEATHS = 3  # of actors with an item, or of those that were started in one place
 _LOOK_SECONDS = 0.2  # between looks at a request to stop
+_BURST_SECONDS = 0.02  # in which the other results of a chunk of steps follow the first one
 _NODES_SECONDS = 1.0  # between looks for nodes that came or died
 _CONNECT_SECONDS = 20.0
 _SPARE = 2  # for this many slots an actor has one item more than slots
@@ -55,13 +59,14 @@ class _Host:
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-    def load(self, make: Make, version: str, cpus: int | None) -> tuple[str, int, Any]:
+    def load(self, make: Make, version: str, cpus: int) -> tuple[str, int, Any]:
         """Makes the work. Returns an error or "", the number of slots, and the description."""
         if version != __version__:
             there = f"has entropix-jax {__version__}, this machine has {version}"
             return f"{there}: install the same", 0, None
-        if cpus is not None:
+        if cpus:
             os.environ["NPROC"] = str(cpus)  # for XLA, which else takes all cores
+        gc.set_threshold(GC_THRESHOLD)
         try:
             work, about = make()
         except UserError as error:
@@ -75,6 +80,7 @@ class _Host:
         for item in items:
             self._items.put(item)
         results = [self._results.get()]
+        time.sleep(_BURST_SECONDS)
         with suppress(queue.Empty):
             while True:
                 results.append(self._results.get_nowait())
@@ -152,18 +158,20 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray's telemetry
+        os.environ.setdefault("RAY_worker_niceness", "0")  # of a cluster that is started here
         import ray
 
-        if self._address != ANY:
-            _check_address(self._address)
+        on_sigterm = signal.getsignal(signal.SIGTERM)  # which Ray replaces
+        head = None if self._address == ANY else self._address
+        if head is not None:
+            _check_address(head)
         try:
-            ray.init(
-                None if self._address == ANY else self._address,
-                log_to_driver=False,
-                logging_level="critical",
-            )
+            ray.init(head, log_to_driver=False, logging_level="critical", include_dashboard=False)
         except Exception as error:  # Ray raises the bare class, too
             raise UserError(f"--ray {self._address}: {_reason(error)}") from None
+        finally:
+            with suppress(ValueError):  # not in the main thread: Ray did not replace it either
+                signal.signal(signal.SIGTERM, on_sigterm)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -197,10 +205,8 @@ class Cluster:
         order of completion.
 
         An item that dies with its actor for the third time, then alone in it, goes to `fail` with a
-        message. `looked` is called several times a second.
-
-        Raises:
-            UserError: an actor cannot load, the work raised it, or no actor can be started.
+        message. `looked` is called several times a second. UserError if an actor cannot load, the
+        work raised it, or no actor can be started.
         """
         self._items, self._more = iter(enumerate(items)), True
         while not self._stopping:
@@ -238,7 +244,7 @@ class Cluster:
                     continue
                 here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
                 handle = ray.remote(_Host).options(scheduling_strategy=here, **needs).remote()
-                call = handle.load.remote(self._make, __version__, self._cpus)
+                call = handle.load.remote(self._make, __version__, needs["num_cpus"])
                 self._actors.append(_Actor(handle, place, node["NodeManagerAddress"], call))
         if not self._actors:
             own = f"{self._cpus} CPUs" if self._cpus else "a free device or core"
@@ -248,9 +254,9 @@ class Cluster:
     def _needs(self, node: Mapping[str, float]) -> tuple[dict[str, Any], int]:
         """Returns what an actor takes of a node's resources, and the number of actors for it."""
         if chips := node.get("TPU"):
-            return {"resources": {"TPU": chips}}, 1
+            return {"resources": {"TPU": chips}, "num_cpus": 0}, 1
         if gpus := node.get("GPU"):
-            return {"num_gpus": self._devices}, int(gpus) // self._devices
+            return {"num_gpus": self._devices, "num_cpus": 0}, int(gpus) // self._devices
         cores = int(node.get("CPU", 0))
         cpus = self._cpus or cores
         return {"num_cpus": cpus}, cores // cpus if cpus else 0
@@ -269,16 +275,16 @@ class Cluster:
     def _receive(self, actor: _Actor) -> list[Item]:
         """Returns an actor's results, none if it has only now loaded or has died."""
         import ray
-        from ray.exceptions import RayActorError, RayTaskError
+        from ray.exceptions import RayError, RayTaskError
 
         call, actor.call = actor.call, None
         try:
             answer = ray.get(call)
         except RayTaskError as error:
-            if isinstance(error.cause, UserError):
+            if isinstance(error.cause, UserError | OSError | MemoryError):
                 raise UserError(f"{actor.address}: {error.cause}") from None
             raise
-        except RayActorError as error:
+        except RayError as error:  # the actor or its node died, or its memory is full
             self._bury(actor, _reason(error))
             return []
         if actor.slots:
@@ -312,16 +318,12 @@ class Cluster:
         elif not (actor.is_alone and actor.items):
             actor.is_alone = False
             room = actor.slots + -(-actor.slots // _SPARE) - len(actor.items)
-            given = [*islice(chain(_drain(self._again), self._items), room)]
+            again = (self._again.popleft() for _ in range(len(self._again)))
+            given = [*islice(chain(again, self._items), room)]
             self._more &= len(given) == room
         actor.items.update(given)
         if actor.items:
             actor.call = actor.handle.exchange.remote(given)
-
-
-def _drain(items: deque[Item]) -> Iterator[Item]:
-    while items:
-        yield items.popleft()
 
 
 def _check_address(address: str) -> None:
@@ -338,5 +340,6 @@ def _check_address(address: str) -> None:
 def _reason(error: Exception) -> str:
     """Returns the last exception that an error's text names, else its first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    named = [line for line in lines if re.match(r"\w+(Error|Exception): ", line)]
+    telling = re.compile(r"\w+(Error|Exception): |The actor (is dead|died) because")
+    named = [line for line in lines if telling.match(line)]
     return (named[-1:] or lines or [type(error).__name__])[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from entropix_jax.errors import UserError
 from entropix_jax.host.cluster import Cluster
 from tests.support.commands import run_command
 
@@ -54,6 +56,8 @@ class Squares:
                 os._exit(1)
             if does == "wait":
                 time.sleep(0.05)
+            if does == "full":
+                raise OSError(28, "No space left on device")
             write(item, number * number)
 
 
@@ -94,6 +98,14 @@ def test_an_item_that_kills_its_actor_three_times_fails(nodes: Nodes, tmp_path: 
     assert failed[5].startswith("its process died 3 times: ")
 
 
+def test_an_error_of_an_actor_names_its_node(nodes: Nodes, tmp_path: Path) -> None:
+    """Ray's handler of SIGTERM does not replace the command's own."""
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(UserError, match=r"^[\d.]+: \[Errno 28\] No space left on device$"):
+        run(nodes, tmp_path, [(1, "full")])
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
 def read(path: Path) -> dict[str, Any]:
     """Returns results by line, without timings."""
     lines = map(json.loads, path.read_text().splitlines())
@@ -124,17 +136,8 @@ def test_a_batch_equals_that_of_one_machine(nodes: Nodes, tmp_path: Path, folder
 
 def test_an_ablation_equals_that_of_one_machine(nodes: Nodes, tmp_path: Path) -> None:
     """With tuning: the actors get the tuned sampler by the name of its candidate."""
-    own = [
-        "--task",
-        "sums",
-        "--model",
-        "tiny",
-        "--sampler",
-        "temperature",
-        "greedy",
-        "--items",
-        "3",
-    ]
+    own = ["--task", "sums", "--model", "tiny", "--sampler", "temperature", "greedy"]
+    own += ["--items", "3"]
     own += ["--seeds", "1", "--tune", "2", "--tune-items", "2", "--slots", "4"]
     for name, more in (("here", []), ("there", ["--ray", nodes.address])):
         folder = tmp_path / name
