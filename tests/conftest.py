@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -51,6 +52,9 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("thorough" if TIMES else "entropix")
 
+STARTED = time.time()
+MAX_DECODE_PROGRAMS = 190  # in all tests, slow ones included; the goal is 60
+
 # Settings of the cache of compiled programs, which is kept between runs.
 PROGRAMS: dict[str, str | int | float] = {
     "jax_compilation_cache_max_size": 512 * 2**20,
@@ -90,6 +94,15 @@ def pytest_configure(config: pytest.Config) -> None:
         # Processes of tests inherit them, too. With another size limit they would keep another
         # index, and later programs would not be cached.
         os.environ[name.upper()] = str(value)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails a run that used more decode programs than the limit. The cache notes each use."""
+    folder = Path(str(PROGRAMS["jax_compilation_cache_dir"]))
+    used = sum(path.stat().st_mtime >= STARTED for path in folder.glob("jit_decode-*-atime"))
+    if used > MAX_DECODE_PROGRAMS and not hasattr(session.config, "workerinput"):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        print(f"\n{used} decode programs, at most {MAX_DECODE_PROGRAMS}: share their shapes")
 
 
 @pytest.fixture

@@ -33,11 +33,6 @@ RECORDING = Recording(top=3, layers=True)
 TOKENS = 40
 PROMPT = [token_ids()["<|begin_of_text|>"], 60, 61, 62, 63]
 SPEC = Spec(PROMPT, "0", TOKENS)
-# `retrieve` is called again and again, and returns an empty text.
-ASKING = RETRACTING.with_values(
-    {"regimes.helv": ["entropy > 1", "entropy < 2"], "inject.cooldown": 1, "inject.thought": ""}
-)
-ASKED = {"retrieve": lambda text: "", "sampler": ASKING}
 
 
 def certain_text(model: LanguageModel, tokens: Sequence[TokenRecord]) -> str:
@@ -52,7 +47,6 @@ class Run:
     row: Row
     texts: list[list[TokenRecord]] = field(default_factory=list)  # after each step
     groups: list[list[TokenRecord]] = field(default_factory=list)  # retracted together
-    instead: list[TokenRecord] = field(default_factory=list)  # the replacement of each group
 
     def __post_init__(self) -> None:
         """Sorts the tokens into the order in which they were chosen."""
@@ -63,7 +57,6 @@ class Run:
             kept = token.position - len(PROMPT)
             if kept < len(text):
                 self.groups.append(text[kept:])
-                self.instead.append(token)
                 self.texts.append(text[:kept])
             text = [*text[:kept], token]
             self.texts.append(text)
@@ -80,33 +73,12 @@ def whole(model: LanguageModel) -> Run:
     return run_of(model)
 
 
-@pytest.mark.parametrize("options", [{}, ASKED])
-def test_retracted_tokens_precede_their_replacement(
-    model: LanguageModel, options: dict[str, Any]
-) -> None:
-    run = run_of(model, **options)
-    assert run.texts[-1] == run.row.tokens
-    tokens = [event.token for event in run.events if event.token is not None]
-    gone = [token for group in run.groups for token in group]
-    # A row that goes back further reports tokens in the order in which they were sampled.
-    assert {*map(id, gone)} == {id(event.token) for event in run.events if event.retracted}
-    assert len(gone) == run.row.retracted == run.row.to_json()["retracted"] > 20
-    assert max(map(len, run.groups)) > 1
-    for group, replacement in zip(run.groups, run.instead, strict=True):
-        positions = [tokens.index(token) for token in group]
-        assert sorted(positions) == positions
-        assert tokens.index(replacement) > positions[-1]
-    for text in run.texts[1:]:
-        if text[-1:] in [group[-1:] for group in run.groups]:
-            assert certain_text(model, text[:-1]) + text[-1].text == certain_text(model, text)
-    assert not any(event.pieces for event in run.events if event.retracted)
-    assert {token.to_json(retracted=True)["type"] for token in gone} == {"retracted"}
-
-
 def test_emitted_text_is_final(model: LanguageModel, whole: Run) -> None:
     """The emitted text is that of the committed tokens at every event, and is never taken back."""
     shown, committed = "", 0
+    assert whole.texts[-1] == whole.row.tokens
     for event in whole.events:
+        assert not (event.retracted and event.pieces)
         shown += "".join(piece.text for piece in event.pieces)
         committed += event.token is not None and not event.retracted
         # The last token's text may end with the U+FFFD of an incomplete character.
@@ -133,25 +105,6 @@ def test_a_retracted_token_completes_no_stop_string(model: LanguageModel, whole:
     row = run_of(model, stop=stops).row
     assert row.tokens == whole.row.tokens
     assert (row.text, row.finish_reason) == (whole.row.text, "length")
-
-
-def test_a_replacement_may_complete_a_stop_string(model: LanguageModel, whole: Run) -> None:
-    texts = [token.text for token in whole.row.tokens]
-    at = next(
-        i
-        for i, token in enumerate(whole.row.tokens)
-        if i > 5
-        and token.action == "backspace"
-        and len(token.text) > 1
-        and whole.row.text.index(texts[i - 1] + texts[i]) == len("".join(texts[: i - 1]))
-    )
-    one = run_of(model, stop=["never", texts[at - 1] + texts[at]])
-    assert one.row.tokens == whole.row.tokens[: at + 1]
-    shown = "".join(piece.text for event in one.events for piece in event.pieces)
-    assert shown == one.row.text == "".join(texts[: at - 1])
-    assert one.row.finish_reason == "stop"
-    end = [event.token for event in whole.events].index(whole.row.tokens[at])
-    assert one.row.retracted == sum(event.retracted for event in whole.events[:end])
 
 
 def test_an_interrupt_keeps_held_back_tokens(model: LanguageModel) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +15,14 @@ import pytest
 import entropix_jax
 from entropix_jax.engine.tokens import prompt_messages
 from entropix_jax.engine.trace import BranchRecord, TraceWriter, header
-from entropix_jax.errors import UserError
 from entropix_jax.host.decimals import shorten
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.model.precision import choose_precision
 from entropix_jax.sampler.calibration import TABLES
 from entropix_jax.sampler.presets import load_sampler
-from tests.support import reports
 from tests.support.models import TINY
 from tests.support.samplers import CALIBRATION
-from tests.support.traces import OPTIONAL, load_trace, record
+from tests.support.traces import OPTIONAL, record
 
 # The documented fields, in order. There are more fields among them: the agreement as published,
 # which two presets use, four measures of confidence, and whether a branching was ambiguous.
@@ -102,43 +99,3 @@ def test_a_trace_has_the_messages_of_a_prompt(tiny: LanguageModel) -> None:
     rows = entropix_jax.generate(tiny, parts, "greedy", max_new_tokens=1)
     assert rows.header is not None
     assert rows.header["messages"] == [asked]
-
-
-# Incomplete and damaged traces
-
-TOKENS = [token for row in range(2) for token in reports.run_of(9, row)]
-TRACE = [reports.header(), *TOKENS, reports.footer(TOKENS)]
-
-
-def written(path: Path, objects: Iterable[Any]) -> list[bytes]:
-    with TraceWriter(path) as writer:
-        for one in objects:
-            writer.write(one)
-    return path.read_bytes().splitlines(keepends=True)
-
-
-def test_an_incomplete_trace_is_read_up_to_its_end(tmp_path: Path) -> None:
-    """A trace without its last line has no footer. One that ends within a line is `torn`, and that
-    line is not read."""
-    path, expected = tmp_path / "trace.jsonl", json.loads(json.dumps(TRACE))  # tuples are lists
-    lines = written(path, TRACE)
-    assert len(lines) == len(TRACE)
-    for number in range(1, len(lines) + 1):
-        path.write_bytes(b"".join(lines[:number]))
-        found = load_trace(path)
-        assert found.header == expected[0]
-        assert found.tokens == expected[1:number][: len(lines) - 2]
-        assert found.footer == (expected[-1] if number == len(lines) else None)
-        assert not found.torn
-        for cut in (len(b'{"type"'), -2) if number < len(lines) else ():
-            path.write_bytes(b"".join(lines[:number]) + lines[number][:cut])
-            found = load_trace(path)
-            assert (found.torn, found.footer, found.tokens) == (True, None, expected[1:number])
-
-
-def test_data_after_the_footer_is_reported(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    for one in TRACE:
-        written(path, [*TRACE, one])
-        with pytest.raises(UserError, match=r"trace\.jsonl: line \d+: data after the footer"):
-            load_trace(path)

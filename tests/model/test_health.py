@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 
 from entropix_jax.__main__ import main
-from entropix_jax.engine.api import generate
 from entropix_jax.engine.loop import Engine
 from entropix_jax.engine.results import Row
 from entropix_jax.errors import UserError
@@ -32,7 +30,7 @@ from tests.support.model_folders import (
     write_model,
 )
 from tests.support.models import load_params
-from tests.support.runs import Spec, ids_of, requests, run_rows, run_specs
+from tests.support.runs import Spec, requests, run_rows, run_specs
 from tests.support.samplers import LITERAL
 
 SHAPE = config_of_folder()
@@ -80,28 +78,6 @@ def test_non_finite_weights_are_refused(
     assert load(str(write_model(tmp_path / "sound")), dtype, check=True).folder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("slots", [2, 4])  # one or two for each device
-def test_a_failed_row_does_not_affect_the_next_one(tmp_path: Path, slots: int) -> None:
-    """The failed row may be in any slot, with or without a shared prompt, on two devices."""
-    folder = write_model(tmp_path / "model", poisoned(PROMPT[AT]))
-    tokenizer = load(str(folder)).tokenizer
-    bad, good = (tokenizer.decode(ids[1:]) for ids in (PROMPT, [*PROMPT[:AT], 50, 51]))
-    prompts = (bad, bad, good, bad, good, good)
-    lines = [json.dumps({"prompt": prompt, "id": str(i)}) for i, prompt in enumerate(prompts)]
-    (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
-    output = tmp_path / "out.jsonl"
-    arguments = ["--input", str(tmp_path / "in.jsonl"), "--output", str(output), "--no-chat"]
-    arguments += ["--model", str(folder), "--context", "64", "--slots", str(slots)]
-    arguments += ["--max-new-tokens", "8", "--sampler", "greedy"]
-    assert main(["batch", *arguments]) == 0
-    found = map(json.loads, output.read_text().splitlines())
-    rows = {prompts[int(one["id"])]: one for one in found}
-    (alone,) = generate(load(str(folder)), good, "greedy", max_new_tokens=8, chat=False)
-    assert rows[good]["token_ids"] == ids_of(alone) != []
-    assert "NaN or infinite logits" in rows[bad]["error"]
-
-
 def test_non_finite_branch_is_never_best(tmp_path: Path) -> None:
     """The other branches have the same scores as in a sound model."""
     (whole, _) = run_of(load(str(write_model(tmp_path / "sound"))))
@@ -126,15 +102,18 @@ def in_one_slot(model: LanguageModel, *specs: Spec) -> list[Row]:
 
 @pytest.mark.parametrize("change", [overflowing, poisoned(PROMPT[AT])], ids=["overflow", "poison"])
 def test_non_finite_values_fail_one_row(tmp_path: Path, change: Callable[[Params], Params]) -> None:
-    """The next row in its slot equals the row alone, bit for bit."""
+    """The next rows in its slot equal the row alone, bit for bit, after a shared prompt, too."""
     model = load(str(write_model(tmp_path / "model", change)))
     sound = Spec([*PROMPT[:AT], 51], "1", 30)
-    bad, good = in_one_slot(model, Spec(PROMPT * 8, "0", 30), sound)
-    assert bad.error == f"NaN or infinite logits at position {8 * len(PROMPT)}"
-    assert bad.tokens == []
+    fails = Spec(PROMPT * 8, "0", 30)
+    *bad, good, again = in_one_slot(model, fails, fails, sound, sound)
+    for row in bad:
+        assert row.error == f"NaN or infinite logits at position {8 * len(PROMPT)}"
+        assert row.tokens == []
     (alone,) = in_one_slot(model, sound)
-    assert len(good.tokens) == 30
-    assert [replace(token, row=0) for token in good.tokens] == alone.tokens
+    assert len(alone.tokens) == 30
+    for row in (good, again):
+        assert [replace(token, row=0) for token in row.tokens] == alone.tokens
 
 
 @pytest.mark.parametrize("number", NUMBERS)

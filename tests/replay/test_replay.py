@@ -77,11 +77,11 @@ def test_the_traces_show_all_events(traces: dict[str, Path]) -> None:
         10: ["loop", "ambiguous", "not the first", "end eos", "backspace, backspace"]
         + [f"attempt {n}" for n in range(1, 9)]
         + [f"after {action}" for action in ("argmax", "sample", "adaptive", "backspace")],
-        5: ["end confidence"],
+        5: ["end confidence", "end stop"],
         2: ["branch, inject", "inject, branch"]
         + [f"width {n}" for n in range(1, 11)]
         + [f"{n} back" for n in range(1, 8)],
-        1: ["end stop", "loop ends", "after explore", "after resample"],
+        1: ["loop ends", "after explore", "after resample"],
     }
     missing = {
         name: found[name] for n, names in expected.items() for name in names if found[name] < n

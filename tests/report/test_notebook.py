@@ -11,19 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 import entropix_jax
 from entropix_jax.engine.results import Row, Rows
 from entropix_jax.engine.trace import BranchRecord, TokenRecord
-from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.names import REGIMES
 from entropix_jax.report.notebook import MAX_TOKENS
 from entropix_jax.report.page import run_page
 from entropix_jax.report.tokens import style
 from tests.support.browser import contrast
-from tests.support.runs import Spec, run_specs, unrun
+from tests.support.runs import unrun
 from tests.support.samplers import LITERAL
 from tests.support.traces import read_trace, token
 
@@ -216,19 +214,3 @@ def test_a_saved_trace_equals_the_run(model: LanguageModel, tmp_path: Path) -> N
     assert page.read_text("utf-8") == run_page(path)
     assert {one.name for one in tmp_path.iterdir()} == {"run.jsonl", "run.html"}
     assert Page(run._repr_html_()).plain.count("<|begin_of_text|>Once upon a time") == 2
-
-
-def test_errors_of_saving(model: LanguageModel, tmp_path: Path) -> None:
-    requests = [Spec([1, 2], "0", 2), Spec([1, 3], "1", 2)]
-    run = run_specs(model, requests, "greedy")
-    with pytest.raises(UserError, match="one run with one prompt"):
-        run.rows.save_trace(tmp_path / "run.jsonl")
-    with pytest.raises(UserError, match="one run with one prompt"):
-        Rows().save_report(tmp_path / "page.html")
-    one = run_specs(model, requests[:1], "greedy").rows
-    for path in (tmp_path, tmp_path / "no" / "page.html"):
-        with pytest.raises(UserError, match="cannot be written"):
-            one.save_report(path)
-        with pytest.raises(UserError, match="cannot be written"):
-            one.save_trace(path)
-    assert list(tmp_path.iterdir()) == []

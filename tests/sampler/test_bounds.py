@@ -17,7 +17,6 @@ from tests.support.runs import Spec, run_specs
 from tests.support.samplers import (
     ARMS,
     BATCH,
-    CAPACITY,
     LITERAL,
     Job,
     Line,
@@ -68,33 +67,6 @@ def run(jobs: Sequence[Job]) -> list[list[Line]]:
 
 def actions_of(lines: Sequence[Line]) -> list[str]:
     return [line.action for line in lines]
-
-
-def test_backspace_at_every_position() -> None:
-    """Each position but the last is resampled as often as the budgets allow, and is then final."""
-    budgets = [1, 2, 20, CAPACITY - 3]
-    limits = [*product((0, 1, 8), (0, 3, HUGE), budgets, (1, 8))]
-    jobs = [
-        job_of(
-            "hehv",
-            budget,
-            backspace__per_position=position,
-            backspace__per_row=row,
-            backspace__reach=reach,
-        )
-        for position, row, budget, reach in limits
-    ]
-    for (position, row, budget, _), lines in zip(limits, run(jobs), strict=True):
-        expected, left = ["adaptive"], row
-        for _ in range(budget - 1):
-            again = min(position, left)
-            left -= again
-            expected += ["backspace"] * again + ["adaptive"]
-        assert actions_of(lines) == expected, (position, row, budget)
-        tokens: dict[int, list[int]] = {}
-        for line in lines:
-            tokens.setdefault(line.position, []).extend(line.tokens)
-        assert all(len({*drawn}) == len(drawn) for drawn in tokens.values())
 
 
 @pytest.mark.parametrize("regime", REGIMES)

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from entropix_jax.engine.state import ERROR, LENGTH
 from entropix_jax.names import REGIMES
@@ -27,7 +26,6 @@ from tests.support.samplers import (
     generate,
     params_of,
     tiny_model,
-    with_state,
 )
 from tests.support.steps import VOCAB, choose_jit, rows_of
 
@@ -91,27 +89,6 @@ def test_gumbel_noise_is_finite() -> None:
     noisy = logits - 0.5 * np.log(-np.log(np.maximum(uniforms, 2.0**-25)))
     for found, z in zip(step.candidates, (logits, noisy), strict=True):
         assert found[:4].tolist() == np.argsort(-z)[:4].tolist()
-
-
-@pytest.mark.parametrize(("learnt", "kept"), [(0.0, 3), (-1.0, 2)])
-def test_branches_use_the_mirostat_state_of_their_row(learnt: float, kept: int) -> None:
-    """Each branch draws with its own number from 2^mu / ln V tokens of Zipf's law with exponent 1,
-    where mu is twice the target plus the row's state. Branches do not change the state."""
-    changes = {
-        **EVERYWHERE,
-        "truncation.rule": "mirostat",
-        "mirostat.target": 2.0,
-        "branch.rollout_temperature": 1.0,
-    }
-    batch = 48
-    rows = rows_of(*[range(1, 5)] * batch)
-    rows = replace(rows, branch=jnp.arange(batch, dtype=jnp.int32) % MAX_WIDTH)
-    logits = jnp.tile(-jnp.log(jnp.arange(1.0, VOCAB + 1)), (batch, 1))
-    state = with_state(fresh_state(batch), "mirostat", jnp.full(batch, learnt))
-    settings = batch_of(*[params_of(LITERAL, changes)] * batch)
-    choice, _, after = choose_jit(logits, attn_stats(batch), settings, state, rows)
-    assert {*choice.token.tolist()} == {*range(kept)}
-    assert (np.asarray(after.tally.states["mirostat"]) == learnt).all()
 
 
 # Logits that are not finite

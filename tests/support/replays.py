@@ -134,7 +134,17 @@ SPECIAL: Mapping[str, Case] = {
         for n in range(6)
     },
     # Each rule, and states that are restored where rows go back.
-    **{f"back-{rule}": Case("entropix", ALL | {"truncation.rule": rule}) for rule in RULES},
+    **{
+        f"back-{rule}": Case(
+            "entropix", ALL | {"truncation.rule": rule, "branch.rollout_temperature": 1.0}
+        )
+        for rule in RULES
+    },
+    # Stop strings that tokens complete after others were retracted.
+    **{
+        f"stopped-{stop}": Case("entropix", FAR_BACK, PROMPTS[1], 50, {"stop": ["never", stop]})
+        for stop in ("an", "er", "to", "is", "at", "in")
+    },
     "back-adaptive-p": Case("entropix", ALL | {"adaptive_p.target": 0.3, "adaptive_p.decay": 0.5}),
     "cntp-hot": Case("cntp", HOT, budget=60),
 }
