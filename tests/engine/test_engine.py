@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from entropix_jax.engine import shapes
-from entropix_jax.engine.loop import Engine
+from entropix_jax.engine.loop import Engine, shared_lanes
 from entropix_jax.engine.request import Request, check_request
 from entropix_jax.engine.results import Event, Row
 from entropix_jax.errors import UserError
@@ -219,6 +220,35 @@ def test_samplers_of_one_run_must_share_mechanisms(tiny: LanguageModel) -> None:
     other = load_sampler("greedy").with_arm("own", lambda *_: pytest.fail("never chosen"))
     with pytest.raises(UserError, match="must have the same mechanisms"):
         run(tiny, [request_of(tiny, [5], "0", 3), request_of(tiny, [5], "1", 3, other)])
+
+
+def test_chunks_follow_the_time_that_the_host_waits(tiny: LanguageModel) -> None:
+    """Steps per chunk double below half of the target of 0.1 s, and halve above the target."""
+    engine, steps = Engine(tiny, slots=SLOTS, capacity=CAPACITY), []
+    for waited in (0.0, 0.049, 0.05, 0.1, 0.11, 0.11, 0.11, *[0.04] * 6):
+        engine._pace(waited)
+        steps.append(engine._chunk_steps)
+    assert steps == [2, 4, 4, 4, 2, 1, 1, 2, 4, 8, 16, 32, 32]
+
+
+def test_chunks_without_a_step_are_a_defect(
+    tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run raises after some of them, instead of never ending."""
+
+    def read_nothing(self: Engine, chunk: object) -> Iterator[Event]:
+        assert next(chunks) < 100
+        yield from ()
+
+    chunks = itertools.count()
+    monkeypatch.setattr(Engine, "_read_back", read_nothing)
+    with pytest.raises(RuntimeError, match="rows are running, but no step is made"):
+        run(tiny, [request_of(tiny, [5], "0", 3)])
+
+
+def test_lanes_of_some_slots() -> None:
+    assert [shared_lanes(slots) for slots in (1, 59, 60)] == [9, 9, 10]
+    assert [shared_lanes(60, needed) for needed in (0, 3, 12)] == [0, 10, 12]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from entropix_jax.engine import score as scoring
+from entropix_jax.engine.score import check_context
 from entropix_jax.engine.shapes import PREFILL_WINDOW
 from entropix_jax.errors import UserError
 from entropix_jax.lab.likelihood import log_likelihoods
@@ -109,7 +110,7 @@ def test_memory_is_bounded(
     np.testing.assert_allclose([n for n, _ in apart], together, atol=1e-4)
     row = PREFILL_WINDOW * 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, width, bytes
     monkeypatch.setattr(scoring, "_CACHE_BYTES", 5 * row)
-    monkeypatch.setattr(scoring, "_LOGITS_BYTES", 4 * 16 * 4 * model.config.vocab_size)
+    monkeypatch.setattr(scoring, "_LOGITS_BYTES", 4 * 31 * 4 * model.config.vocab_size)
     calls.clear()
     np.testing.assert_allclose([n for n, _ in scores(model, pairs)], together, atol=1e-4)
     assert {(rows, capacity) for rows, *_, capacity, _ in calls} == {(4, PREFILL_WINDOW)}
@@ -138,6 +139,7 @@ def test_invalid_pairs_are_reported(model: LanguageModel, tmp_path: Path) -> Non
     ):
         with pytest.raises(UserError, match=complaint):
             log_likelihoods(model, [good, bad], context=40)
+    assert check_context(load("tiny"), None) == 1024
     with pytest.raises(UserError, match=f"1 to {MAX_POSITIONS} tokens, not {MAX_POSITIONS + 1}"):
         log_likelihoods(model, [good], context=MAX_POSITIONS + 1)
     broken = load(str(write_model(tmp_path / "bad", poisoned(5))))

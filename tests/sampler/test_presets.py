@@ -362,22 +362,24 @@ def test_follows_tables() -> None:
     assert not ENTROPIX.with_values(alike | {"arms.loop": "argmax"}).follows_tables
 
 
-def test_the_documented_defaults() -> None:
-    """docs/settings.md contains every key of the default, with its value."""
-    found: dict[str, Any] = {}
-    section = ""
-    for line in (
-        (Path(__file__).parents[2] / "docs" / "settings.md")
-        .read_text(encoding="utf-8")
-        .splitlines()
-    ):
-        section = line.removeprefix("## ") if line.startswith("## ") else section
-        row = re.match(r"\| `([\w.]+)` \| (?:`(.*?)`|([^ |:]+))", line)
-        if row:
-            key = row[1] if "." in row[1] else f"{section}.{row[1]}"
-            value = row[2] or row[3].replace(",", "").replace("−", "-")
-            found[key] = json.loads(value)
-    assert found == dict(load_sampler("entropix").values)
+def test_the_documented_defaults_and_ranges() -> None:
+    """docs/settings.md contains every key of the default, with its value, and each range."""
+    file = Path(__file__).parents[2] / "docs" / "settings.md"
+    text, most = file.read_text(encoding="utf-8").replace("\u2212", "-"), 2**31 - 1
+    named = {"coef.": "-100 to 100", "count": f"0 to {most}", "1 or more": f"1 to {most}"}
+    rows = re.findall(r"^\| `([\w.]+)` \| (.*?) \| (.*?) ?\|", text, re.MULTILINE)
+    values = {
+        key: json.loads(value.strip("`") if "`" in value else value.replace(",", ""))
+        for key, value, _ in rows
+    }
+    assert values == dict(ENTROPIX.values)
+    numbers = {key: number for key, number in scalars().items() if number.kind is not bool}
+    found = {
+        key: [float(end.replace(",", "")) for end in named.get(range_, range_).split(" to ")]
+        for key, _, range_ in rows
+        if key in numbers
+    }
+    assert found == {key: [number.low, number.high] for key, number in numbers.items()}
 
 
 # Quantile tables: percentiles, ranks, their file, and the shipped tables

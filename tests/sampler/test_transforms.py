@@ -200,6 +200,10 @@ def test_xtc(probability: float) -> None:
         check(got, want, share_changed(logits, want) / probability)
         changed.append([np.any(a != b) for a, b in zip(logits, want, strict=True)])
     assert probability == 1.0 or len({*map(tuple, changed)}) == 4
+    half = jnp.full((ROWS, VOCAB), -jnp.inf).at[:, :2].set(0.0)  # both have the threshold's mass
+    settings = settings_of("xtc", ROWS, probability=1.0, threshold=0.5)
+    kept = transformed(half, settings, views_of([[1]] * ROWS))
+    assert np.argmax(kept, axis=1).tolist() == [1] * ROWS
 
 
 @pytest.mark.parametrize(("target", "decay"), [(0.5, 0.9), (0.3, 0.99), (0.4, 0.0)])
