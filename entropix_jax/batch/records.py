@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from entropix_jax.batch.storage import is_compressed, local_path, open_file, read_lines
 from entropix_jax.errors import UserError
-from entropix_jax.host.integers import as_integer
+from entropix_jax.host.arguments import abbreviate, as_integer
 
 COLUMNS = ("prompt", "id", "sampler", "max_new_tokens", "seed")  # of CSV
 _INTEGERS = {"max_new_tokens": " of at least 1", "seed": ""}
@@ -86,7 +86,7 @@ def read_records(address: str) -> Generator[Record | BadRecord, None, None]:
                 fields = {name: value for name, value in parse().items() if value is not None}
                 own = _parse_id(fields.get("id", line))
                 if own in ids:
-                    raise _InvalidRecord(f"the id {_shorten(own)} came before")
+                    raise _InvalidRecord(f"the id {abbreviate(own)} came before")
                 ids.add(own)
                 record_id = own
                 record = _parse_record(fields, line, record_id, digest)
@@ -124,7 +124,7 @@ def _parse_json(text: bytes) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:  # a huge integer, or too deep
         raise _InvalidRecord(f"not valid JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise _InvalidRecord(f"not a JSON object: {_shorten(fields)}")
+        raise _InvalidRecord(f"not a JSON object: {abbreviate(fields)}")
     return fields
 
 
@@ -171,7 +171,7 @@ def _find_header_problem(names: Sequence[str]) -> str:
             return f"two columns '{name}'"
     if "messages" in names:
         return "'messages' is no column of CSV: give conversations as JSON Lines"
-    return "" if "prompt" in names else f"no column 'prompt', only {_shorten(', '.join(names))}"
+    return "" if "prompt" in names else f"no column 'prompt', only {abbreviate(', '.join(names))}"
 
 
 def _parse_cells(header: Sequence[str], cells: Sequence[str], problem: str) -> Mapping[str, Any]:
@@ -192,7 +192,7 @@ def _parse_cells(header: Sequence[str], cells: Sequence[str], problem: str) -> M
 def _parse_id(value: object) -> str:
     own = value if isinstance(value, str) else as_integer(value)
     if own is None:
-        raise _InvalidRecord(f"'id' must be text or an integer, not {_shorten(value)}")
+        raise _InvalidRecord(f"'id' must be text or an integer, not {abbreviate(value)}")
     return _parse_text("'id'", str(own))
 
 
@@ -208,26 +208,20 @@ def _parse_record(fields: Mapping[str, Any], line: int, record_id: str, digest: 
     for name, number in numbers.items():
         least = _INTEGERS[name]
         if number is None or (least and number < 1):
-            problem = f"must be an integer{least}, not {_shorten(fields[name])}"
+            problem = f"must be an integer{least}, not {abbreviate(fields[name])}"
             raise _InvalidRecord(f"'{name}' {problem}")
     messages = fields.get("messages")
     if not isinstance(messages, list | None):
-        raise _InvalidRecord(f"'messages' must be a list, not {_shorten(messages)}")
+        raise _InvalidRecord(f"'messages' must be a list, not {abbreviate(messages)}")
     given = {name: fields.get(name) for name in COLUMNS if name != "id"} | numbers
     return Record(line, record_id, digest, messages=messages, **given)
 
 
 def _parse_text(what: str, value: object) -> str:
     if not isinstance(value, str):
-        raise _InvalidRecord(f"{what} must be text, not {_shorten(value)}")
+        raise _InvalidRecord(f"{what} must be text, not {abbreviate(value)}")
     if not value:
         raise _InvalidRecord(f"{what} is empty")
     if _LONE_SURROGATE.search(value):
         raise _InvalidRecord(f"{what} has half a surrogate pair, which is no character")
     return value
-
-
-def _shorten(value: object) -> str:
-    """A value in a message: on one line and not too long."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -16,7 +16,7 @@ from entropix_jax.engine.results import Event, Row
 from entropix_jax.engine.row import RunningRow, check_place
 from entropix_jax.engine.tokens import find_no_token
 from entropix_jax.errors import UserError, nearest
-from entropix_jax.host.integers import check_integer
+from entropix_jax.host.arguments import check_integer
 from entropix_jax.model.loading import LanguageModel
 
 

@@ -197,11 +197,8 @@ class Cluster:
         order of completion.
 
         An item that dies with its actor for the third time, then alone in it, goes to `fail` with a
-        message. `looked` is called several times a second.
-
-        Raises:
-            UserError: an actor cannot load, the work raised it, or no actor can be started.
-        """
+        message. `looked` is called several times a second. UserError if an actor cannot load, the
+        work raised it, or no actor can be started."""
         self._items, self._more = iter(enumerate(items)), True
         while not self._stopping:
             looked()

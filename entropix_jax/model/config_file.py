@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from entropix_jax.errors import UserError
+from entropix_jax.host.arguments import as_integer
 from entropix_jax.host.files import check_own_code, read_json_object
-from entropix_jax.host.integers import as_integer
 from entropix_jax.model.config import ModelConfig, RopeDivisors, RopeScaling
 
 CONFIG_FILE = "config.json"

@@ -1,6 +1,7 @@
 """Finds a model's folder or file by name. Imports no JAX, so a wrong name is reported at once."""
 
 import importlib.metadata
+import os
 import re
 from pathlib import Path
 
@@ -35,9 +36,9 @@ def find_model(model: str | Path | None) -> Path | None:
             raise UserError(f"the package of '{SMOLLM2}' is not installed: {hint}")
         return file
     path = Path(model)
-    if model and path.is_dir():
+    if model and os.path.isdir(path):  # no error for an impossible name
         return _file_of(path)
-    if model and path.exists():
+    if model and os.path.exists(path):
         if path.suffix.lower() != SUFFIX:
             kinds = f"a GGUF file (its name must end in {SUFFIX}) nor a folder with config.json"
             raise UserError(f"{model}: not {kinds}")
