@@ -144,10 +144,8 @@ class Engine(Roster):
                 waits for requests must block then.
             between: called before each chunk of steps, after all events of earlier chunks.
 
-        Raises:
-            UserError: a request that `check` refuses, samplers whose mechanisms differ, or lanes
-                for branches that do not fit into memory.
-        """
+        UserError if `check` rejects a request, samplers have different mechanisms, or lanes for
+        branches do not fit into memory."""
         self._slots = [None] * len(self._slots)
         self._waiting.clear()
         self._source = iter(requests)

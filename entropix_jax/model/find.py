@@ -63,8 +63,14 @@ def find_smollm2() -> Path | None:
 def _file_of(folder: Path) -> Path:
     """Returns the GGUF file of a folder with one and no configuration, or the first part of a model
     in several, else the folder."""
+    if (folder / CONFIG_FILE).exists():
+        return folder
     files = [path for path in folder.glob("*") if path.suffix.lower() == SUFFIX]
-    if (folder / CONFIG_FILE).exists() or not files:
+    if not files:
+        patterns = (f"{depth}/{name}" for depth in ("*", "*/*") for name in (CONFIG_FILE, "*.gguf"))
+        found = {p.parent.relative_to(folder) for each in patterns for p in folder.glob(each)}
+        if names := ", ".join(sorted(map(str, found))[:8]):
+            raise UserError(f"{folder}: no model, but its subfolders have some: name one: {names}")
         return folder
     if len(files) > 1 and not all(PART.search(path.name) for path in files):
         raise UserError(f"{folder}: contains {len(files)} GGUF files: name one of them")
