@@ -21,9 +21,9 @@ _OLD_KEYS = {
 }
 
 
-def is_preset(name: str) -> bool:
+def is_preset(name: Any) -> bool:
     """Whether a preset has that name, in this or the previous release."""
-    return name in _ALIASES or name in preset_names()
+    return name in [*_ALIASES, *preset_names()]
 
 
 def preset_names() -> list[str]:
