@@ -77,10 +77,8 @@ def check_regular(path: Path, hint: str = "") -> None:
 def check_own_code(raw: Mapping[str, Any], path: Path) -> None:
     """Refuses (UserError) the file `path`, with this content, if it names Python code to run."""
     if raw.get("auto_map"):
-        raise UserError(
-            f"{path}: 'auto_map' names code in the folder, which is never run: "
-            "remove it if the model needs none of that code"
-        )
+        hint = "remove it if the model needs none of that code"
+        raise UserError(f"{path}: 'auto_map' names code in the folder, which is never run: {hint}")
 
 
 def read_toml(path: Path) -> dict[str, Any]:

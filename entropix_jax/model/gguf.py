@@ -12,6 +12,7 @@ llama.cpp.
 import math
 import re
 import struct
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -254,8 +255,9 @@ class _Header:
             return self._string()
         if kind == _ARRAY:
             inner, number = self._unpack("IQ")
-            if inner in _SCALARS:
-                return list(self._unpack(f"{number}{_SCALARS[inner]}"))
+            if inner in _SCALARS:  # a list would take up to 16 times the memory
+                form = _SCALARS[inner].replace("?", "b")
+                return array(form, self._bytes(number * struct.calcsize(form)))
             return [self._value(inner) for _ in range(number)]
         if kind not in _SCALARS:
             raise ValueError(f"metadata type {kind} is unknown")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -162,6 +163,14 @@ def test_damaged_files(tmp_path: Path) -> None:
     at = whole.index(b"output_norm.weight") + 34  # after the name, the axis and the type
     damaged.write_bytes(whole[:at] + bytes(8) + whole[at + 8 :])
     assert "tensor 'output_norm.weight' begins at 0, expected" in refused(damaged)
+
+
+def test_a_long_list_takes_less_than_four_times_its_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.gguf", changes={"x": [300] * 200_000})
+    tracemalloc.start()
+    open_gguf(path)
+    assert tracemalloc.get_traced_memory()[1] < 4 * path.stat().st_size
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
