@@ -34,10 +34,7 @@ def read_condition(text: str) -> tuple[str, str, str | float]:
     """Parses one side of a box, such as `entropy > h2`, into quantity, sign and bound.
 
     The bound is one of THRESHOLDS, a percentile of the quantity such as "40%", or a number.
-
-    Raises:
-        ValueError: the text is not a condition; the message says why.
-    """
+    ValueError, which says why, if the text is not a condition."""
     match = _CONDITION.fullmatch(text)
     if match is None:
         raise ValueError("expected QUANTITY < NUMBER or QUANTITY > NUMBER")

@@ -57,11 +57,11 @@ def sizes() -> dict[str, int]:
 
 # The limit, and the goal.
 LIMITS = {
-    "sampler/step.py and what it imports": (1_804, 1_600),
-    "engine/decode.py and what it imports": (4_047, 4_000),
+    "sampler/step.py and what it imports": (1_801, 1_600),
+    "engine/decode.py and what it imports": (4_029, 4_000),
     "sampler/step.py, engine/decode.py": (420, 420),
     "sampler/filters.py, sampler/draw.py": (225, 225),
-    "sampler/, engine/, model/": (11_546, 10_400),
+    "sampler/, engine/, model/": (11_503, 10_400),
     "package without lab/, serve/, chat/": (19_248, 15_000),
     "lab/": (7_202, 5_300),
     "serve/, chat/": (3_040, 3_000),

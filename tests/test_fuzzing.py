@@ -5,11 +5,14 @@ from __future__ import annotations
 import base64
 import json
 import os
+import random
+import sys
 import time
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,9 +21,9 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 from safetensors.numpy import save
 
+import entropix_jax
 from entropix_jax.batch.output import find_difference, read_identity
 from entropix_jax.batch.records import BadRecord, read_records
 from entropix_jax.cli.generate import Arguments, _read_prompt
@@ -35,12 +38,17 @@ from entropix_jax.report.page import run_page
 from entropix_jax.sampler.calibration import read_calibration
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
+from entropix_jax.serve.model import ServedModel
+from entropix_jax.serve.request import chat_request, choose_method, completion_request
+from entropix_jax.serve.responses import Responses
+from entropix_jax.serve.schema import Body, Chat, Completion, Score, parse
 from entropix_jax.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support.gguf_files import FAMILIES, write
 from tests.support.models import load_params
-from tests.support.properties import examples
+from tests.support.mutations import mutate
 from tests.support.reports import footer, header, lines_of, run_of
 from tests.support.samplers import CALIBRATION, HOST
+from tests.support.servers import SLOTS, serve
 from tests.support.tokenizers import byte_fallback
 
 # Every kind of input file: its reader, valid examples, and other files in its folder.
@@ -169,6 +177,43 @@ def trace_of(rows: int) -> bytes:
     return "".join(lines_of([header(), *records, footer(records)])).encode()
 
 
+FILES = Path(__file__).parent / "fuzzing"
+BODIES, FOUND = (
+    [*map(json.loads, (FILES / name).read_text(encoding="utf-8").splitlines())]
+    for name in ("bodies.jsonl", "found.jsonl")
+)
+KINDS: dict[str, type[Body]] = {
+    "completion": Completion,
+    "chat": Chat,
+    "response": Responses,
+    "score": Score,
+}
+
+
+@cache
+def served() -> ServedModel:
+    return serve(entropix_jax.load("tiny"))
+
+
+def body_of(name: str, kind: type[Body]) -> Surface:
+    """A request's body, up to the rows of the engine."""
+
+    def read(path: Path) -> None:
+        body = parse(kind, path.read_bytes())
+        common = body.to_chat() if isinstance(body, Responses) else body
+        served().check_name(common.model)
+        if isinstance(common, Score):
+            served().choose_sampler(common.entropix.sampler)
+        if isinstance(common, Chat | Completion) and common.rows <= SLOTS:
+            choose_method(served(), common, slots=SLOTS, keeps=True)
+        if isinstance(common, Chat) and common.rows <= SLOTS:
+            chat_request(served(), common)
+        if isinstance(common, Completion) and common.rows <= SLOTS:
+            completion_request(served(), common)
+
+    return Surface(read, encoded(*(one["body"] for one in BODIES if one["kind"] == name)))
+
+
 TRACES = [trace_of(2), trace_of(1), trace_of(2)[: trace_of(2).rindex(b"{") - 40]]
 SURFACES = {
     "config.json": Surface(lambda path: load_model_config(path.parent), encoded(MODEL, NEWER)),
@@ -222,6 +267,7 @@ SURFACES = {
         read_run, encoded({"format_version": 1, "identity": RUN}, {"identity": RUN})
     ),
     "trace.jsonl": Surface(run_page, TRACES),
+    **{f"{name}.json": body_of(name, kind) for name, kind in KINDS.items()},
 }
 
 
@@ -232,141 +278,6 @@ def check_line(error: object) -> None:
     assert len(text) <= 2000, f"a line of {len(text)} characters: {text[:200]!r}"
 
 
-# Damage
-
-# JSON that Python's writer never writes. It replaces a placeholder.
-RAW = (
-    *("NaN", "Infinity", "1e999", "-0.0", "1e-400", "9" * 5000, "01", "'a'", ""),
-    *("[" * 500 + "]" * 500, "[" * 100_000, '{"a":' * 500 + "1" + "}" * 500, '{"a": 1, "a": 2}'),
-    *('"\\ud800"', '"\\u0000"'),
-)
-VALUES = st.one_of(
-    st.sampled_from([f"@RAW{i}@" for i in range(len(RAW))]),
-    st.sampled_from([2**31 - 1, 2**31, 2**53 + 1, 2**63, 2**64, 10**30, -(2**63), -1, 0, 1]),
-    st.sampled_from(["", "\0", "\x1b[31m", "\u2028", "../../../etc/passwd", "a" * 70_000]),
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
-        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner),
-        max_leaves=8,
-    ),
-)
-TOML = st.sampled_from(
-    [
-        *("true", "0", "-1", "inf", "nan", '""', "[]", "{}", "1e400", "1979-05-27", "1000000"),
-        *("0x" + "f" * 5000, '"../x.toml"', '"entropy > h2"', '["entropy < 1e9"]'),
-        *("9" * 5000, '"\\ud800"', "[" * 50_000, "{a = " * 300 + "1" + "}" * 300, "[[], {}]"),
-        *("{ from = nan, to = inf }", '{ from = 2, to = 1, scale = "log" }', '["edt", "edt"]'),
-        *('"30%"', '"100.5%"', '"-0%"', '"%"', '[".", ""]'),
-        *('["entropy < 30%"]', '["agreement > 1e400%"]'),
-    ]
-)
-JUNK = st.binary(max_size=8) | st.sampled_from(
-    [
-        *(b"\0", b"\xff", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\r", b'"', b"{{", b"{%", b"," * 3000),
-        *(b"A" * 70_000, b"[" * 3000, b"9" * 5000, b"{{ 'a' * 10**9 }}"),
-        b"{% for i in range(10**9) %}",
-    ]
-)
-
-
-@st.composite
-def damaged_bytes(draw: Any, data: bytes) -> bytes:
-    """Draws data with some bytes removed, replaced, repeated or inserted."""
-    start = draw(st.integers(0, len(data)))
-    end = min(len(data), start + draw(st.sampled_from([0, 1, 4, 64, len(data)])))
-    part = draw(JUNK | st.just(data[start:end] * 2))
-    return data[:start] + part + data[end:]
-
-
-def some_key(parent: Any) -> Any:
-    return st.sampled_from(list(parent) if isinstance(parent, dict) else range(len(parent)))
-
-
-@st.composite
-def damaged_json(draw: Any, data: bytes) -> bytes:
-    """Draws JSON with some values replaced, renamed, removed or wrapped."""
-    value = json.loads(data)
-    for _ in range(draw(st.integers(1, 3))):
-        if not isinstance(value, dict | list) or not value:
-            break
-        parent, key = value, draw(some_key(value))
-        while isinstance(parent[key], dict | list) and parent[key] and draw(st.booleans()):
-            parent = parent[key]
-            key = draw(some_key(parent))
-        change = draw(st.sampled_from(["replace", "replace", "remove", "rename", "wrap", "scale"]))
-        old = parent.pop(key) if change in ("remove", "rename") else parent[key]
-        if change == "rename" and isinstance(parent, dict):
-            parent[draw(st.sampled_from(["extra", "", "type", str(key).upper()]))] = old
-        elif change == "wrap":
-            parent[key] = draw(st.sampled_from([[old], {"x": old}, [old, old], str(old)[:1000]]))
-        elif change == "scale" and isinstance(old, int | float):
-            parent[key] = draw(st.sampled_from([-old, old + 1, old * 2, old / 2, str(old)]))
-        elif change in ("replace", "scale"):
-            parent[key] = draw(VALUES)
-    text = json.dumps(value, ensure_ascii=draw(st.booleans()))
-    for i, raw in enumerate(RAW):
-        text = text.replace(f'"@RAW{i}@"', raw)
-    return text.encode("utf-8", "surrogatepass")
-
-
-@st.composite
-def damaged_lines(draw: Any, data: bytes) -> bytes:
-    """Draws lines with one changed, repeated, removed, or an invalid one inserted."""
-    rows = data.splitlines(keepends=True)
-    at = draw(st.integers(0, len(rows) - 1))
-    line = rows.pop(at)
-    for _ in range(draw(st.integers(0, 2))):
-        rows.insert(draw(st.integers(0, len(rows))), line)
-    other = st.sampled_from([b"\n", b"[]\n", b"null\n", b'"a"\n'])
-    if line.endswith(b"}\n"):
-        other |= damaged_json(line).map(lambda new: new + b"\n")
-    rows.insert(at, draw(other))
-    return b"".join(rows)
-
-
-@st.composite
-def damaged_toml(draw: Any, data: bytes) -> bytes:
-    """Draws TOML with a value replaced, or a line removed, repeated or inserted."""
-    rows = data.decode().split("\n")
-    for _ in range(draw(st.integers(1, 3))):
-        at = draw(st.integers(0, len(rows) - 1))
-        key = rows[at].partition("=")[0].strip() or "extra"
-        rows[at : at + draw(st.integers(0, 1))] = draw(
-            st.sampled_from([[], [rows[at]] * 2, ["[extra]"], ["[[a]]"]])
-            | TOML.map(lambda value: [f"{key} = {value}"])  # noqa: B023
-        )
-    return "\n".join(rows).encode()
-
-
-GGUF_KEYS = [
-    *(f"general.{name}" for name in ("architecture", "type", "alignment")),
-    *(f".{name}" for name in ("embedding_length", "block_count", "vocab_size", "rope.freq_base")),
-    *(f".attention.{name}" for name in ("head_count", "head_count_kv", "key_length")),
-    *(f".rope.scaling.{name}" for name in ("type", "factor")),
-    *(f"tokenizer.ggml.{name}" for name in ("model", "pre", "tokens", "token_type", "merges")),
-    *(f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "unknown")),
-    *("tokenizer.ggml.add_bos_token", "tokenizer.chat_template", "split.count"),
-]
-GGUF_VALUES = [
-    *(..., 0, 1, -1, 7, 2**31 - 1, -(2**31), 1e30, -0.5, float("nan"), True, False),
-    *("", "llama", "qwen2", "gpt2", "linear", "x" * 70_000, "{{ 1 / 0 }}", "\0"),
-    *([1], [-1] * 400, [2.5] * 400, ["a"], ["a"] * 400, ["a b"] * 9, ["a", "b c d"]),
-]
-
-
-@st.composite
-def damaged_gguf(draw: Any, data: bytes) -> bytes:
-    """Draws a file with some metadata replaced or removed."""
-    changes = draw(
-        st.dictionaries(st.sampled_from(GGUF_KEYS), st.sampled_from(GGUF_VALUES), max_size=3)
-    )
-    family = draw(st.sampled_from([*FAMILIES]))
-    with TemporaryDirectory() as folder:
-        return write(Path(folder, "a.gguf"), family, changes).read_bytes()
-
-
-DAMAGED: dict[str, Any] = {".json": damaged_json, ".jsonl": damaged_lines, ".toml": damaged_toml}
-DAMAGED[".gguf"] = damaged_gguf
 # Contents that are difficult for readers of any format.
 HOSTILE = (
     *(b"", b"\0", b"\xef\xbb\xbf", b"\xff\xfe{\0}\0", b"[]", b"{}", b"null", b"1", b'"a"', b"[[]]"),
@@ -402,29 +313,37 @@ def traced_memory() -> Iterator[None]:
     tracemalloc.stop()
 
 
+def outcomes(name: str, folder: Path, count: int) -> Iterator[bool]:
+    """Yields for valid files, difficult contents, found cases and mutations of a reader whether
+    they are refused."""
+    surface, path = SURFACES[name], folder / name
+    valid = [*(surface.valid() if callable(surface.valid) else surface.valid)]
+    for beside, data in surface.beside.items():
+        (folder / beside).write_bytes(data)
+    takes_mark = path.suffix not in (".safetensors", ".gguf", ".model") and path.stem not in KINDS
+    marks = [b"", b"\xef\xbb\xbf"] if takes_mark else [b""]
+    assert not any(refused(path, surface.read, m + data) for data in valid for m in marks)
+    for data in HOSTILE:
+        refused(path, surface.read, data)
+    found = [one["text"].encode("latin-1") for one in FOUND if one["name"] == name]
+    assert all(refused(path, surface.read, data) for data in found)
+    for number in range(count):
+        rng = random.Random(f"{name} {number}")
+        yield refused(path, surface.read, mutate(rng, name, rng.choice(valid)))
+
+
 @pytest.mark.usefixtures("traced_memory")
 @pytest.mark.parametrize("name", SURFACES)
 def test_each_file_gives_a_result_or_a_one_line_error(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("entropix_jax.report.page.plotly_source", bytes)
-    surface, path = SURFACES[name], tmp_path / name
-    valid = [*(surface.valid() if callable(surface.valid) else surface.valid)]
-    for beside, data in surface.beside.items():
-        (tmp_path / beside).write_bytes(data)
-    marks = [b""] if path.suffix in (".safetensors", ".gguf", ".model") else [b"", b"\xef\xbb\xbf"]
-    assert not any(refused(path, surface.read, m + data) for data in valid for m in marks)
-    for data in HOSTILE:
-        refused(path, surface.read, data)
-    strategies = st.sampled_from(valid).flatmap(damaged_bytes)
-    if path.suffix in DAMAGED:
-        strategies |= st.sampled_from(valid).flatmap(DAMAGED[path.suffix])
-    outcomes = []
+    found = [*outcomes(name, tmp_path, hypothesis.settings().max_examples)]
+    assert False in found  # some mutations are still valid
 
-    @examples(100)
-    @hypothesis.given(strategies)
-    def all_of(data: bytes) -> None:
-        outcomes.append(refused(path, surface.read, data))
 
-    all_of()
-    assert False in outcomes  # some damaged files are still valid
+if __name__ == "__main__":  # python -m tests.test_fuzzing COUNT [NAME ...]
+    for reader in sys.argv[2:] or SURFACES:
+        with TemporaryDirectory() as folder:
+            counts = Counter(outcomes(reader, Path(folder), int(sys.argv[1])))
+        print(f"{reader}: {counts[False]} accepted, {counts[True]} refused")

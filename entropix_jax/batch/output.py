@@ -32,7 +32,7 @@ from entropix_jax.batch.storage import (
     storage_errors,
 )
 from entropix_jax.errors import UserError
-from entropix_jax.host.files import check_writable, lock_alone
+from entropix_jax.host.files import check_regular, check_writable, lock_alone
 
 FORMAT_VERSION = 1
 UPLOAD_SECONDS = 60.0
@@ -226,8 +226,7 @@ def check_output(address: str, *, input: str | None = None) -> None:
         if fs.isdir(path):
             raise UserError(f"{address}: cannot be written: it is a folder")
         if is_local(fs):
-            if fs.exists(path) and not fs.isfile(path):
-                raise UserError(f"{address}: cannot be written: not a regular file")
+            check_regular(Path(path))
             check_writable(Path(path))
 
 

@@ -12,11 +12,17 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from pathlib import PurePath
-from typing import Any, BinaryIO
+from typing import Any
 
-from entropix_jax.batch.storage import is_compressed, local_path, open_file, read_lines
+from entropix_jax.batch.storage import (
+    is_compressed,
+    local_path,
+    open_file,
+    read_lines,
+    storage_errors,
+)
 from entropix_jax.errors import UserError
-from entropix_jax.host.integers import as_integer
+from entropix_jax.host.arguments import abbreviate, as_integer
 
 COLUMNS = ("prompt", "id", "sampler", "max_new_tokens", "seed")  # of CSV
 _INTEGERS = {"max_new_tokens": " of at least 1", "seed": ""}
@@ -47,12 +53,10 @@ class BadRecord:
     error: str
 
 
-class _InvalidRecord(ValueError):
-    pass
-
-
-# Of each record: its line, its digest, and what parses its fields, or raises _InvalidRecord.
+# Of each record: its line, its digest, and what parses its fields, or raises UserError.
 _Rows = Iterator[tuple[int, str, Callable[[], Mapping[str, Any]]]]
+# Beginnings of files of gzip, bzip2, xz, Zstandard, ZIP (spreadsheets) and Parquet.
+_BINARY = b"\x1f\x8b", b"BZh", b"\xfd7zX", b"\x28\xb5\x2f\xfd", b"PK\3\4", b"PAR1"
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -62,35 +66,34 @@ def content_hash(data: bytes) -> str:
 
 
 def read_records(address: str) -> Generator[Record | BadRecord, None, None]:
-    """Streams the records of a file in order.
+    """Streams the records of a file in order: of CSV with a header if its name ends in `.csv`, else
+    of JSON Lines. A further suffix (`.gz`, ...) names a compression.
 
-    The format is CSV with a header where the name ends in `.csv`, else JSON Lines; a further suffix
-    (`.gz`, ...) names a compression. Fields: `prompt` (text) or, in JSON, `messages` (objects with
-    the texts `role` and `content`), and optionally `id` (text or integer), `sampler` (text),
-    `max_new_tokens` (from 1) and `seed`. null, an empty cell, blank lines and other fields
-    are ignored. The address is a path, a URL that fsspec knows (`s3://bucket/key`), or - for
-    standard input. UserError if the file cannot be read or holds no records, or its CSV header is
-    invalid.
+    Fields: `prompt` (text) or, in JSON, `messages` (objects with the texts `role` and `content`),
+    and optionally `id` (text or integer), `sampler` (text), `max_new_tokens` (from 1) and `seed`.
+    null, empty cells, blank lines and other fields are ignored. The address is a path, a URL that
+    fsspec knows (`s3://bucket/key`), or - for standard input. UserError if the file cannot be read
+    or has no records, another format, or an invalid CSV header.
     """
     line = 0
     suffixes = [suffix.lower() for suffix in PurePath(address).suffixes]
     if is_compressed(address):
         suffixes.pop()
-    parse_file = _csv_rows if suffixes[-1:] == [".csv"] else _json_rows
+    parse_file, newline = (_csv_rows, "") if suffixes[-1:] == [".csv"] else (_json_rows, "\n")
     ids: set[str] = set()
-    with open_file(address) as file:
-        for line, digest, parse in parse_file(file, address):
+    with open_file(address) as file, _open_text(file, address, newline) as text:
+        for line, digest, parse in parse_file(read_lines(address, text), address):
             record: Record | BadRecord
             record_id = None
             try:
                 fields = {name: value for name, value in parse().items() if value is not None}
                 own = _parse_id(fields.get("id", line))
                 if own in ids:
-                    raise _InvalidRecord(f"the id {_shorten(own)} came before")
+                    raise UserError(f"the id {abbreviate(own)} came before")
                 ids.add(own)
                 record_id = own
                 record = _parse_record(fields, line, record_id, digest)
-            except _InvalidRecord as error:
+            except UserError as error:
                 record = BadRecord(line, record_id, digest, str(error))
             yield record
     if line == 0:
@@ -107,36 +110,44 @@ def check_input(address: str) -> None:
         next(records, None)
 
 
-def _json_rows(file: BinaryIO, address: str) -> _Rows:
-    for line, raw in enumerate(read_lines(address, file), start=1):
-        text = raw.removeprefix(b"\xef\xbb\xbf").strip() if line == 1 else raw.strip()
-        if text:
-            yield line, content_hash(text), partial(_parse_json, text)
+def _open_text(file: Any, address: str, newline: str) -> io.TextIOWrapper:
+    """Returns the text of a file in UTF-8, UTF-16 or UTF-32. UserError for another format."""
+    with storage_errors(address):
+        file = file if isinstance(file, io.BufferedReader) else io.BufferedReader(file)
+        head = file.peek(4)[:4]
+    if head.startswith(_BINARY):
+        hint = "a compressed file needs a suffix such as .gz, others must be converted"
+        raise UserError(f"{address}: neither JSON Lines nor CSV: {hint}")
+    # Bytes that are not UTF-8 become lone surrogates, so that only their record is refused.
+    return io.TextIOWrapper(file, json.detect_encoding(head), "surrogateescape", newline=newline)
+
+
+def _json_rows(lines: Iterator[str], address: str) -> _Rows:
+    for line, text in enumerate(lines, start=1):
+        raw = text.encode("utf-8", "surrogateescape").strip()
+        if line == 1 and (raw[:1] == b"[" or raw == b"{"):
+            raise UserError(f"{address}: JSON over several lines: see `jq -c '.[]'` for JSON Lines")
+        if raw:
+            yield line, content_hash(raw), partial(_parse_json, raw)
 
 
 def _parse_json(text: bytes) -> Mapping[str, Any]:
     try:
         fields = json.loads(text.decode())
     except UnicodeDecodeError as error:
-        raise _InvalidRecord(f"not UTF-8 at byte {error.start} of the line") from None
+        raise UserError(f"not UTF-8 at byte {error.start} of the line") from None
     except json.JSONDecodeError as error:
-        raise _InvalidRecord(f"not valid JSON: {error.msg} at character {error.pos}") from None
+        raise UserError(f"not valid JSON: {error.msg} at character {error.pos}") from None
     except (ValueError, RecursionError) as error:  # a huge integer, or too deep
-        raise _InvalidRecord(f"not valid JSON: {error}") from None
+        raise UserError(f"not valid JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise _InvalidRecord(f"not a JSON object: {_shorten(fields)}")
+        raise UserError(f"not a JSON object: {abbreviate(fields)}")
     return fields
 
 
-def _csv_rows(file: BinaryIO, address: str) -> _Rows:
+def _csv_rows(lines: Iterator[str], address: str) -> _Rows:
     # The module's own limit, 128 KiB, is less than a model's context.
     csv.field_size_limit(max(csv.field_size_limit(), 2**24))
-    # Bytes that are not UTF-8 become lone surrogates, so that only their record is refused.
-    with io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="") as text:
-        yield from _csv_lines(read_lines(address, text), address)
-
-
-def _csv_lines(lines: Iterator[str], address: str) -> _Rows:
     # Strict: a stray quote is an error of its line, instead of swallowing the lines after it.
     reader = csv.reader(lines, strict=True)
     header: list[str] | None = None
@@ -171,16 +182,16 @@ def _find_header_problem(names: Sequence[str]) -> str:
             return f"two columns '{name}'"
     if "messages" in names:
         return "'messages' is no column of CSV: give conversations as JSON Lines"
-    return "" if "prompt" in names else f"no column 'prompt', only {_shorten(', '.join(names))}"
+    return "" if "prompt" in names else f"no column 'prompt', only {abbreviate(', '.join(names))}"
 
 
 def _parse_cells(header: Sequence[str], cells: Sequence[str], problem: str) -> Mapping[str, Any]:
     if problem:
-        raise _InvalidRecord(problem)
+        raise UserError(problem)
     if _LONE_SURROGATE.search("".join(cells)):
-        raise _InvalidRecord("not UTF-8")
+        raise UserError("not UTF-8")
     if len(cells) != len(header):
-        raise _InvalidRecord(f"{len(cells)} cells under a header of {len(header)}")
+        raise UserError(f"{len(cells)} cells under a header of {len(header)}")
     pairs = zip(header, cells, strict=True)
     fields: dict[str, Any] = {name: cell for name, cell in pairs if cell and name in COLUMNS}
     for name in _INTEGERS:
@@ -192,15 +203,15 @@ def _parse_cells(header: Sequence[str], cells: Sequence[str], problem: str) -> M
 def _parse_id(value: object) -> str:
     own = value if isinstance(value, str) else as_integer(value)
     if own is None:
-        raise _InvalidRecord(f"'id' must be text or an integer, not {_shorten(value)}")
+        raise UserError(f"'id' must be text or an integer, not {abbreviate(value)}")
     return _parse_text("'id'", str(own))
 
 
 def _parse_record(fields: Mapping[str, Any], line: int, record_id: str, digest: str) -> Record:
     if "prompt" in fields and "messages" in fields:
-        raise _InvalidRecord("both 'prompt' and 'messages': give one")
+        raise UserError("both 'prompt' and 'messages': give one")
     if "prompt" not in fields and "messages" not in fields:
-        raise _InvalidRecord("neither 'prompt' nor 'messages'")
+        raise UserError("neither 'prompt' nor 'messages'")
     for name in ("prompt", "sampler"):
         if name in fields:
             _parse_text(f"'{name}'", fields[name])
@@ -208,26 +219,20 @@ def _parse_record(fields: Mapping[str, Any], line: int, record_id: str, digest: 
     for name, number in numbers.items():
         least = _INTEGERS[name]
         if number is None or (least and number < 1):
-            problem = f"must be an integer{least}, not {_shorten(fields[name])}"
-            raise _InvalidRecord(f"'{name}' {problem}")
+            problem = f"must be an integer{least}, not {abbreviate(fields[name])}"
+            raise UserError(f"'{name}' {problem}")
     messages = fields.get("messages")
     if not isinstance(messages, list | None):
-        raise _InvalidRecord(f"'messages' must be a list, not {_shorten(messages)}")
+        raise UserError(f"'messages' must be a list, not {abbreviate(messages)}")
     given = {name: fields.get(name) for name in COLUMNS if name != "id"} | numbers
     return Record(line, record_id, digest, messages=messages, **given)
 
 
 def _parse_text(what: str, value: object) -> str:
     if not isinstance(value, str):
-        raise _InvalidRecord(f"{what} must be text, not {_shorten(value)}")
+        raise UserError(f"{what} must be text, not {abbreviate(value)}")
     if not value:
-        raise _InvalidRecord(f"{what} is empty")
+        raise UserError(f"{what} is empty")
     if _LONE_SURROGATE.search(value):
-        raise _InvalidRecord(f"{what} has half a surrogate pair, which is no character")
+        raise UserError(f"{what} has half a surrogate pair, which is no character")
     return value
-
-
-def _shorten(value: object) -> str:
-    """A value in a message: on one line and not too long."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -90,17 +90,14 @@ class BatchRun(EngineRun):
         """Checks everything that can be checked before computing.
 
         `slots` rows run concurrently, each in a cache of `capacity` positions. Where there is a
-        folder for `traces`, they hold the fields of `recording` and the model's `name`.
-
-        Raises:
-            UserError: a sampler, recording, end token or chat setting does not fit the model.
-        """
+        folder for `traces`, they hold the fields of `recording` and the model's `name`. UserError
+        if a sampler, recording, end token or chat setting does not fit the model."""
         self.tokens = self.failed = 0
         self._stopping = False
         self._reading = False
         self._model = model
         self._defaults = defaults
-        check_recording(model, recording or Recording())
+        recording = check_recording(model, recording)
         for ends in (model.eos_ids, model.turn_end_ids):
             padded_ids(ends)
         self._chat = model.is_chat_model if defaults.chat is None else defaults.chat

@@ -24,7 +24,7 @@ from entropix_jax.cli.options import (
 )
 from entropix_jax.cli.status import Speed, StatusLine, is_terminal, show_status
 from entropix_jax.errors import UserError, check_range
-from entropix_jax.host.files import check_apart, check_writable, scratch_beside
+from entropix_jax.host.files import check_apart, check_regular, check_writable, scratch_beside
 from entropix_jax.host.interrupts import EXIT_INTERRUPT, deferred_interrupts
 
 if TYPE_CHECKING:
@@ -206,8 +206,8 @@ def _check_trace(path: Path, arguments: Arguments) -> None:
     """Refuses, before anything is computed, a trace that could not be written."""
     check_writable(path)
     check_apart(path, arguments.prompt_file, arguments.messages)
-    if arguments.report is not None and path.exists() and not path.is_file():
-        raise UserError(f"{path}: not a regular file: --report reads the trace again")
+    if arguments.report is not None:
+        check_regular(path, ": --report reads the trace again")
 
 
 @contextlib.contextmanager

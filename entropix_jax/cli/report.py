@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 
 from entropix_jax.cli.options import EXIT_OK
-from entropix_jax.errors import UserError
+from entropix_jax.host.files import check_regular
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,7 @@ def run(arguments: Arguments) -> int:
 
     trace, output = Path(arguments.trace), Path(arguments.output)
     check_report(output, trace)
-    if trace.exists() and not trace.is_file():
-        raise UserError(f"{trace}: not a regular file: give a trace")
+    check_regular(trace, ": give a trace")
     write_report(trace, output)
     print(f"page: {output}", file=sys.stderr)
     return EXIT_OK

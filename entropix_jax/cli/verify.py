@@ -10,6 +10,7 @@ import tyro
 from entropix_jax.cli.options import EXIT_OK, Model
 from entropix_jax.cli.status import show_status
 from entropix_jax.errors import UserError
+from entropix_jax.host.files import check_regular
 
 if TYPE_CHECKING:
     from entropix_jax.model.loading import LanguageModel
@@ -37,8 +38,7 @@ class Arguments:
 def run(arguments: Arguments) -> int:
     """Runs the command and returns its exit status."""
     path = Path(arguments.trace)
-    if path.exists() and not path.is_file():
-        raise UserError(f"{path}: not a regular file: give a trace")
+    check_regular(path, ": give a trace")
     from entropix_jax.replay import read_trace, replay
 
     # A damaged trace should not wait for the model.

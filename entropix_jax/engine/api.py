@@ -19,8 +19,8 @@ from entropix_jax.engine.shapes import MIN_CAPACITY, bucket
 from entropix_jax.engine.state import Recording
 from entropix_jax.engine.tokens import Prompt, encode_prompt, prompt_messages
 from entropix_jax.engine.trace import header
-from entropix_jax.errors import UserError
-from entropix_jax.host.integers import check_integer
+from entropix_jax.errors import UserError, check_range
+from entropix_jax.host.arguments import checked
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
@@ -30,6 +30,7 @@ _MAX_SLOTS = 64
 AnySampler = CalibratedSampler | Sampler | str | Path
 
 
+@checked
 def generate(
     model: LanguageModel,
     prompt: Prompt | Sequence[Prompt],
@@ -44,6 +45,7 @@ def generate(
     return stream(model, prompt, _calibrated(sampler, model), **options).run()
 
 
+@checked
 def stream(
     model: LanguageModel,
     prompt: Prompt | Sequence[Prompt],
@@ -82,14 +84,14 @@ def stream(
 
     UserError if an input is invalid.
     """
-    samples = check_integer("samples", samples, 1, MAX_SAMPLES)
-    budget = check_integer("max_new_tokens", max_new_tokens, 1)
-    seed = check_integer("seed", seed)
-    stops: Any = () if stop is None else stop if isinstance(stop, list | tuple) else [stop]
+    check_range("samples", samples, 1, MAX_SAMPLES)
+    stops = [stop] if isinstance(stop, str) else stop or ()
     calibrated = _calibrated(sampler, model)
     seen: Counter[tuple[int, ...]] = Counter()
     requests = []
-    for one in _as_prompts(prompt):
+    several = not isinstance(prompt, str) and prompt and not isinstance(prompt[0], Mapping)
+    prompts: Any = prompt if several else [prompt]
+    for one in prompts:
         as_chat = model.is_chat_model or not isinstance(one, str) if chat is None else chat
         tokens = encode_prompt(
             model, one, chat=as_chat, system=system, escape_special=escape_special
@@ -100,7 +102,7 @@ def stream(
             request = Request(
                 tokens,
                 calibrated,
-                max_new_tokens=budget,
+                max_new_tokens=max_new_tokens,
                 row_id=str(seen[tuple(tokens)] - 1),
                 seed=seed,
                 eos_ids=() if ignore_eos else model.end_ids(chat=as_chat),
@@ -113,13 +115,7 @@ def stream(
     return Generation(model, requests, recording=recording)
 
 
-def _as_prompts(prompt: Any) -> list[Any]:
-    """Returns the prompts: a list or column of texts, or a list of conversations, is several."""
-    prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # of NumPy or pandas
-    several = isinstance(prompt, list | tuple) and prompt and not isinstance(prompt[0], Mapping)
-    return list(prompt) if several else [prompt]
-
-
+@checked
 def score(
     model: LanguageModel,
     text: str,
@@ -137,20 +133,16 @@ def score(
     return score_tokens(model, tokens, calibrated, context=context, recording=recording)
 
 
-def _calibrated(sampler: Any, model: Any) -> CalibratedSampler:
+def _calibrated(sampler: AnySampler, model: LanguageModel) -> CalibratedSampler:
     """Resolves a sampler for the model and issues its notes as warnings, unless it is already
     resolved."""
-    if not isinstance(model, LanguageModel):
-        raise UserError(f"the model must be one that `load` returns, not {model!r}")
     if isinstance(sampler, CalibratedSampler):
         return sampler
     if isinstance(sampler, str | Path):
-        sampler = load_sampler(str(sampler))
-    if not isinstance(sampler, Sampler):
-        raise UserError(f"sampler must be a preset's name, a file or a Sampler, not {sampler!r}")
+        sampler = load_sampler(sampler)
     calibrated = calibrate_sampler(sampler, model)
     for note in calibrated.notes:
-        warnings.warn(note, stacklevel=3)
+        warnings.warn(note, stacklevel=4)
     return calibrated
 
 
@@ -175,8 +167,7 @@ class Generation:
         fit the model, or one row does not fit into memory."""
         if not requests:
             raise UserError("the list of requests is empty")
-        recording = recording or Recording()
-        check_recording(model, recording)
+        recording = check_recording(model, recording)
         longest = max(len(one.prompt) + check_request(model, one) for one in requests)
         capacity = bucket(longest, MIN_CAPACITY)
         self._engine = engine or Engine(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from entropix_jax.engine.tokens import describe_token
 from entropix_jax.errors import UserError
+from entropix_jax.host.arguments import checked
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.model.find import SUFFIX
 from entropix_jax.model.loading import CALIBRATION_FILE, LanguageModel
@@ -76,13 +77,11 @@ class CalibratedSampler:
         return int(self.values["branch.width"]) - 1 if BRANCH.name in arms else 0
 
 
+@checked
 def calibrate_sampler(sampler: Sampler, model: LanguageModel) -> CalibratedSampler:
     """Resolves a sampler's percentiles with the model's quantile tables, or with the generic ones.
-
-    Raises:
-        UserError: the model's calibration file is damaged, of another format or of another model,
-            thresholds cross after resolution, or see `sampler_settings`.
-    """
+    UserError if the model's calibration file is damaged, of another format or of another model, if
+    thresholds cross after resolution, or see `sampler_settings`."""
     path, renew = _find_tables(model), f"entropix-jax calibrate --model {model.folder}"
     if path is not None:
         calibration, where = read_calibration(path, renew), str(path)

@@ -28,7 +28,7 @@ from entropix_jax.engine.row import RunningRow
 from entropix_jax.engine.shapes import MAX_STEPS, decode_window
 from entropix_jax.engine.slots import Layout, answer, emptied, empty_slots, insert, widen
 from entropix_jax.engine.state import RUNNING, STOPPED, DecodeState, Recording, StepRecord
-from entropix_jax.host.integers import check_integer
+from entropix_jax.host.arguments import check_integer
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.model.mesh import DATA, check_mesh
 from entropix_jax.sampler.settings import MAX_WIDTH, Parts
@@ -144,10 +144,8 @@ class Engine(Roster):
                 waits for requests must block then.
             between: called before each chunk of steps, after all events of earlier chunks.
 
-        Raises:
-            UserError: a request that `check` refuses, samplers whose mechanisms differ, or lanes
-                for branches that do not fit into memory.
-        """
+        UserError if `check` rejects a request, samplers have different mechanisms, or lanes for
+        branches do not fit into memory."""
         self._slots = [None] * len(self._slots)
         self._waiting.clear()
         self._source = iter(requests)

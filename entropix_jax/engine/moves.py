@@ -16,7 +16,7 @@ from entropix_jax.engine.results import Event, Row
 from entropix_jax.engine.row import RunningRow, check_place
 from entropix_jax.engine.tokens import find_no_token
 from entropix_jax.errors import UserError, nearest
-from entropix_jax.host.integers import check_integer
+from entropix_jax.host.arguments import check_integer
 from entropix_jax.model.loading import LanguageModel
 
 
@@ -116,12 +116,8 @@ class Roster:
 
     def force(self, row: Row, tokens: Sequence[int], *, action: str = "inject") -> None:
         """Forces tokens on a running row, after its last token. They replace forced tokens that are
-        still queued. Their `action` is the name of a mechanism.
-
-        Raises:
-            UserError: see `check_place`; more tokens than remain of the budget, an invalid id, an
-                unknown action, a row that has ended or is not part of a run in progress.
-        """
+        still queued. Their `action` is the name of a mechanism. UserError as `fork`, or for more
+        tokens than remain of the budget, an invalid id, an unknown action, or an ended row."""
         self._check(row)
         if row.finish_reason is not None:
             name = row.request.row_id

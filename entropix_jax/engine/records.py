@@ -10,7 +10,8 @@ import numpy as np
 from entropix_jax.engine.slots import Layout
 from entropix_jax.engine.state import Extras, ForkEnd, Recording, StepRecord
 from entropix_jax.engine.trace import TokenRecord, plain
-from entropix_jax.errors import UserError
+from entropix_jax.errors import check_range
+from entropix_jax.host.arguments import check_type
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.names import REGIMES
 from entropix_jax.sampler.metrics import Metrics
@@ -172,11 +173,13 @@ def extras_fields(extras: Extras, recording: Recording, decode: Decode) -> dict[
     return fields
 
 
-def check_recording(model: LanguageModel, recording: Recording) -> None:
-    """Raises UserError if more most likely tokens are to be recorded than the model has, or than
-    memory is reserved for."""
-    asked = f"the {recording.top} most likely tokens cannot be recorded"
-    if recording.top > MAX_TOP:
-        raise UserError(f"{asked}: the maximum is {MAX_TOP}")
-    if not 0 <= recording.top <= model.config.vocab_size:
-        raise UserError(f"{asked}: the model has {model.config.vocab_size} tokens")
+def check_recording(model: LanguageModel, recording: Recording | None) -> Recording:
+    """Returns the recording, by default an empty one. UserError if a field has another type, or
+    more most likely tokens are to be recorded than the model has, or than memory is reserved for.
+    """
+    given, types = vars(recording or Recording()), Recording.__annotations__
+    recording = Recording(**{name: check_type(name, given[name], types[name]) for name in types})
+    most = min(MAX_TOP, model.config.vocab_size)
+    most = min(MAX_TOP, model.config.vocab_size)
+    check_range("the number of recorded most likely tokens", recording.top, 0, most)
+    return recording

@@ -107,11 +107,8 @@ def all_end_ids(model: LanguageModel, request: Request) -> tuple[int, ...]:
 
 
 def padded_ids(ids: Sequence[int]) -> np.ndarray:
-    """Returns end tokens as int32 [E] of fixed size; -1 matches no token.
-
-    Raises:
-        UserError: too many end tokens.
-    """
+    """Returns end tokens as int32 [E] of fixed size; -1 matches no token. UserError if there are
+    too many end tokens."""
     if len(ids) > _MAX_EOS:
         raise UserError(f"there are {len(ids)} end tokens, at most {_MAX_EOS} are possible")
     return np.array([*ids, *[-1] * (_MAX_EOS - len(ids))], np.int32)

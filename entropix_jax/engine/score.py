@@ -20,7 +20,7 @@ from entropix_jax.engine.records import check_recording, extras_fields, measured
 from entropix_jax.engine.shapes import PREFILL_WINDOW, bucket, chunk_size
 from entropix_jax.engine.state import Extras, Recording, extras_of
 from entropix_jax.engine.trace import MeasuredToken, plain
-from entropix_jax.errors import UserError
+from entropix_jax.errors import UserError, check_range
 from entropix_jax.model.cache import KVCache, cache_dtype, init_cache
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.llama import forward, unembed
@@ -77,8 +77,7 @@ def score_tokens(
     UserError if there are fewer than two tokens, the model lacks the context, or logits are NaN or
     infinite.
     """
-    recording = recording or Recording()
-    check_recording(model, recording)
+    recording = check_recording(model, recording)
     if len(tokens) < 2:
         raise UserError("the text is too short: its first token has no context")
     segments = split(tokens, check_context(model, context))
@@ -130,8 +129,7 @@ def check_context(
     positions = model.config.max_positions
     if context is None:
         return min(usual, positions)
-    if not least <= context <= positions:
-        raise UserError(f"the context must be {least} to {positions} tokens, not {context}")
+    check_range("context", context, least, positions)
     return context
 
 

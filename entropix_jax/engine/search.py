@@ -182,10 +182,7 @@ class Search:
 
     def outcome(self, extract: Extract | None = None) -> Outcome:
         """Returns the result of a search that has ended. `extract` finds the answer in a text.
-
-        Raises:
-            UserError: a vote without answers to count.
-        """
+        UserError for a vote without answers to count."""
         if self.method.votes and extract is None and len(self.rows) > 1:
             raise UserError(f"method '{self.method.name}' votes, but these texts have no answers")
         answers = [None if extract is None or row.error else extract(row.text) for row in self.rows]
@@ -312,11 +309,8 @@ def search(
     on_engine: Callable[[Engine], Any] = lambda engine: None,
 ) -> Outcome | None:
     """Runs the search of one prompt with at most `forks` continuations. `on_engine` gets the
-    engine, so that it can be stopped. A stopped search returns None.
-
-    Raises:
-        UserError: see `check_request`; a vote without `extract`; or too little memory.
-    """
+    engine, so that it can be stopped. A stopped search returns None. UserError for a vote without
+    `extract` or too little memory, or see `check_request`."""
     longest = len(request.prompt) + check_request(model, request)
     engine = Engine(
         model,

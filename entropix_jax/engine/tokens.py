@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from entropix_jax.errors import UserError
-from entropix_jax.host.integers import as_integer
+from entropix_jax.host.arguments import as_integer
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.text.chat_template import plain_messages
 

@@ -206,8 +206,7 @@ class Cluster:
 
         An item that dies with its actor for the third time, then alone in it, goes to `fail` with a
         message. `looked` is called several times a second. UserError if an actor cannot load, the
-        work raised it, or no actor can be started.
-        """
+        work raised it, or no actor can be started."""
         self._items, self._more = iter(enumerate(items)), True
         while not self._stopping:
             looked()

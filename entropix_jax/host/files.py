@@ -58,8 +58,7 @@ def decode_text(data: bytes, name: str) -> str:
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The object that a JSON file holds; UserError if it cannot be read or holds none."""
-    if path.exists() and not path.is_file():  # a pipe would be waited for
-        raise UserError(f"{path}: cannot be read: not a regular file")
+    check_regular(path)
     try:
         raw = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
@@ -69,13 +68,17 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return raw
 
 
+def check_regular(path: Path, hint: str = "") -> None:
+    """Raises UserError for a path of something other than a file: a read would wait for a pipe."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f"{path}: not a regular file{hint}")
+
+
 def check_own_code(raw: Mapping[str, Any], path: Path) -> None:
     """Refuses (UserError) the file `path`, with this content, if it names Python code to run."""
     if raw.get("auto_map"):
-        raise UserError(
-            f"{path}: 'auto_map' names code in the folder, which is never run: "
-            "remove it if the model needs none of that code"
-        )
+        hint = "remove it if the model needs none of that code"
+        raise UserError(f"{path}: 'auto_map' names code in the folder, which is never run: {hint}")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -138,11 +141,11 @@ def lock_alone(descriptor: int) -> None:
 
 def check_writable(path: Path) -> None:
     """Refuses (UserError) a file that could not be written, without creating it."""
-    if path.is_dir():
+    if os.path.isdir(path):  # no error for an impossible name
         raise UserError(f"{path}: cannot be written: it is a folder")
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         raise UserError(f"{path}: cannot be written: no folder {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    if not os.access(path if os.path.exists(path) else path.parent, os.W_OK):
         raise UserError(f"{path}: cannot be written: no permission")
 
 

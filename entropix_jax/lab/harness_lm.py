@@ -25,8 +25,8 @@ from entropix_jax.engine.loop import Engine
 from entropix_jax.engine.request import Request
 from entropix_jax.engine.shapes import MIN_CAPACITY, bucket
 from entropix_jax.errors import UserError, nearest
+from entropix_jax.host.arguments import check_integer
 from entropix_jax.host.cluster import Cluster
-from entropix_jax.host.integers import check_integer
 from entropix_jax.lab.likelihood import log_likelihoods
 from entropix_jax.lab.spread import TextsCopy
 from entropix_jax.model.loading import load

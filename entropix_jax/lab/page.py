@@ -84,9 +84,8 @@ def _spread(frame: pd.DataFrame, column: str, cell: Callable[[Any], str] = str) 
 
 def _difference(interval: Interval | None, verdict: str | None = None) -> str:
     """Formats a difference with its interval, and its verdict unless it is not significant."""
-    if interval is None or not str(interval):
+    if interval is None or not (text := interval.format("+.3f")):
         return ""
-    text = f"{interval.value:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
     verdict = verdict or interval.verdict
     return text if verdict == NOT_SIGNIFICANT else f"{text} **{verdict}**"
 

@@ -25,17 +25,19 @@ EQUIVALENT = "equivalent"
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with its 95 % bootstrap interval."""
+    """An estimate with its 95 % bootstrap interval; NaN stands for an unknown number."""
 
     value: float
     low: float
     high: float
 
     def __str__(self) -> str:
-        """The value with its interval; empty for NaN."""
-        if np.isnan(self.value):
-            return ""
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        return self.format(".3f")
+
+    def format(self, form: str) -> str:
+        """Returns the value with its interval, each only if it is known."""
+        ends = f" [{self.low:{form}}, {self.high:{form}}]" if self.low == self.low else ""
+        return "" if np.isnan(self.value) else f"{self.value:{form}}{ends}"
 
     @property
     def verdict(self) -> str:
@@ -55,7 +57,7 @@ class Bootstrap:
     """One set of resamples of items for all estimates, so that differences are paired.
 
     Items are resampled within their tasks (strata). All tasks have the same weight. Percentile
-    intervals (Efron and Tibshirani 1993, ch. 13).
+    intervals (Efron and Tibshirani 1993, ch. 13); NaN if a task has a single item.
     """
 
     def __init__(self, strata: Sequence[int], *, resamples: int = RESAMPLES) -> None:
@@ -70,7 +72,7 @@ class Bootstrap:
             share = 1.0 / (len(chosen) * len(tasks))
             self._even[chosen] = share
             draws = rng.multinomial(len(chosen), np.full(len(chosen), 1 / len(chosen)), resamples)
-            self._weights[:, chosen] = draws * share
+            self._weights[:, chosen] = draws * share if len(chosen) > 1 else np.nan
 
     def mean(self, values: Floats) -> float:
         """The mean over tasks of the mean over items of `values[I]`."""
@@ -91,9 +93,10 @@ class Bootstrap:
 
     def ratio(self, parts: Floats, wholes: Floats) -> Resampled:
         """The mean of `parts[I]` over the mean of `wholes[I]`, and the same of each resample
-        [resamples]; NaN where the wholes are 0."""
+        [resamples]; NaN where the wholes are 0, and everywhere if one item has a whole."""
         over, under = self._weights @ parts, self._weights @ wholes
-        each = np.divide(over, under, out=np.full_like(over, np.nan), where=under != 0)
+        known = (under != 0) & (np.count_nonzero(wholes) > 1)
+        each = np.divide(over, under, out=np.full_like(over, np.nan), where=known)
         whole = self.mean(wholes)
         return self.mean(parts) / whole if whole else float("nan"), each
 
@@ -151,13 +154,11 @@ def joint_intervals(values: Sequence[float], resampled: Floats) -> list[Interval
     more hypotheses but has no two-sided intervals.
 
     Args:
-        values: the n estimates; a NaN has a NaN interval.
+        values: the n estimates; one that is NaN, or has only such resamples, has a NaN interval.
         resampled: [n, resamples], paired: column by column from the same items.
     """
     estimates = np.asarray(values, float)
-    known = np.flatnonzero(~np.isnan(estimates))
-    if not len(known):
-        return [Interval(value, float("nan"), float("nan")) for value in values]
+    known = np.flatnonzero(~np.isnan(estimates) & ~np.isnan(resampled).all(axis=1))
     spread = np.full(len(estimates), np.nan)
     spread[known] = np.nanstd(resampled[known], axis=1)
     spread[spread <= _ROUNDING] = 0.0  # equal on every item: an interval without width

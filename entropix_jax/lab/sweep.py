@@ -18,8 +18,8 @@ from typing import Any, get_args
 from entropix_jax.engine.methods import find_method
 from entropix_jax.engine.search import MAX_FORKS, SINGLE, Method
 from entropix_jax.errors import UserError, nearest
+from entropix_jax.host.arguments import as_integer
 from entropix_jax.host.files import read_toml
-from entropix_jax.host.integers import as_integer
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.host.shapes import fits
 from entropix_jax.lab.draws import draw_samplers, flatten_table, name_setting

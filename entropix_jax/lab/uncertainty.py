@@ -31,14 +31,14 @@ def evaluate(answers: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         measure, and estimates of `QUALITIES`, see `separate` and `calibration_error`. Empty if no
-        answer is wrong, or none is right.
+        answer is wrong, none is right, or there is one item.
     """
     wrong = (answers["score"] < 1).to_numpy()
     names = [name for name in UNCERTAINTY if answers[name].notna().all()]
-    if wrong.all() or not wrong.any() or not names:
-        return pd.DataFrame(columns=["measure", *QUALITIES])
     items = pd.factorize(answers["item"])[0]
-    number = items.max() + 1
+    number = items.max(initial=-1) + 1
+    if wrong.all() or not wrong.any() or not names or number < 2:
+        return pd.DataFrame(columns=["measure", *QUALITIES])
     drawn = np.random.default_rng(0).multinomial(number, np.full(number, 1 / number), _RESAMPLES)
     counts = np.vstack([np.ones(number, int), drawn])[:, items]
     found = []

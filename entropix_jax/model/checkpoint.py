@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from entropix_jax.errors import UserError
-from entropix_jax.host.files import opening, read_json_object, replacing
+from entropix_jax.host.files import check_regular, opening, read_json_object, replacing
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.config_file import CONFIG_FILE, KEYS, load_eos_ids, load_model_config
 from entropix_jax.model.linear import Weight, arranged, quantized
@@ -240,8 +240,7 @@ def _view(data: np.ndarray, kind: str, shape: tuple[int, ...], dtype: Any) -> np
 def map_file(path: Path) -> np.ndarray:
     """Memory-maps the bytes of a file. UserError if there is no such file, ValueError if it is
     empty."""
-    if path.exists() and not path.is_file():  # a pipe would block
-        raise UserError(f"{path}: not a regular file")
+    check_regular(path)
     with opening(path) as file:
         return np.memmap(file, mode="r", dtype=np.uint8)
 

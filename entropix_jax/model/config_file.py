@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from entropix_jax.errors import UserError
+from entropix_jax.host.arguments import as_integer
 from entropix_jax.host.files import check_own_code, read_json_object
-from entropix_jax.host.integers import as_integer
 from entropix_jax.model.config import ModelConfig, RopeDivisors, RopeScaling
 
 CONFIG_FILE = "config.json"
@@ -143,8 +143,8 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         head_dim = file.size("head_dim")
     else:
         head_dim = width // file.size("num_attention_heads", of=width)
-    if head_dim % 2:
-        file.refuse(f"head_dim {head_dim} is odd, rotary embedding needs pairs")
+    if head_dim % 2 or head_dim > 2**16:
+        file.refuse(f"head_dim {head_dim} is odd or above 65536, rotary embedding needs pairs")
     rope_theta, rope_scaling = _rope(file, family, head_dim)
 
     # How the weights are stored.

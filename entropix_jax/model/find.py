@@ -1,6 +1,7 @@
 """Finds a model's folder or file by name. Imports no JAX, so a wrong name is reported at once."""
 
 import importlib.metadata
+import os
 import re
 from pathlib import Path
 
@@ -35,9 +36,9 @@ def find_model(model: str | Path | None) -> Path | None:
             raise UserError(f"the package of '{SMOLLM2}' is not installed: {hint}")
         return file
     path = Path(model)
-    if model and path.is_dir():
+    if model and os.path.isdir(path):  # no error for an impossible name
         return _file_of(path)
-    if model and path.exists():
+    if model and os.path.exists(path):
         if path.suffix.lower() != SUFFIX:
             kinds = f"a GGUF file (its name must end in {SUFFIX}) nor a folder with config.json"
             raise UserError(f"{model}: not {kinds}")
@@ -62,8 +63,14 @@ def find_smollm2() -> Path | None:
 def _file_of(folder: Path) -> Path:
     """Returns the GGUF file of a folder with one and no configuration, or the first part of a model
     in several, else the folder."""
+    if (folder / CONFIG_FILE).exists():
+        return folder
     files = [path for path in folder.glob("*") if path.suffix.lower() == SUFFIX]
-    if (folder / CONFIG_FILE).exists() or not files:
+    if not files:
+        patterns = (f"{depth}/{name}" for depth in ("*", "*/*") for name in (CONFIG_FILE, "*.gguf"))
+        found = {p.parent.relative_to(folder) for each in patterns for p in folder.glob(each)}
+        if names := ", ".join(sorted(map(str, found))[:8]):
+            raise UserError(f"{folder}: no model, but its subfolders have some: name one: {names}")
         return folder
     if len(files) > 1 and not all(PART.search(path.name) for path in files):
         raise UserError(f"{folder}: contains {len(files)} GGUF files: name one of them")

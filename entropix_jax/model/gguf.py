@@ -12,6 +12,7 @@ llama.cpp.
 import math
 import re
 import struct
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -74,10 +75,13 @@ def open_gguf(path: Path) -> ModelFiles:
     try:
         data = map_file(path)
         header = _Header(data)
-        stored = {
-            name: _stored_tensor(path, data[header.start :], name, *entry)
-            for name, entry in header.tensors.items()
-        }
+        stored, end = dict[str, StoredTensor](), 0
+        for name, (shape, number, offset) in header.tensors.items():
+            if offset != end:  # as llama.cpp, which expects them in the header's order
+                raise ValueError(f"tensor '{name}' begins at {offset:,}, expected {end:,}")
+            values = data[header.start + offset :]
+            stored[name], size = _stored_tensor(path, values, name, shape, number)
+            end = -(-(offset + size) // header.alignment) * header.alignment
     except (ValueError, NotImplementedError, RecursionError, struct.error) as error:
         raise UserError(f"{path}: invalid or truncated GGUF file: {error}") from None
     metadata = header.metadata
@@ -133,11 +137,11 @@ def _raw_config(
         "intermediate_size": own.get("feed_forward_length"),
         "num_hidden_layers": own.get("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": own.get("attention.head_count_kv") or heads,
+        "num_key_value_heads": own.get("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": own.get("context_length"),
         "rms_norm_eps": own.get("attention.layer_norm_rms_epsilon"),
-        "rope_theta": own.get("rope.freq_base") or 10000.0,
+        "rope_theta": own.get("rope.freq_base", 10000.0),
         "sliding_window": own.get("attention.sliding_window") or None,
         "vocab_size": None if embedding is None else embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in stored,
@@ -153,18 +157,17 @@ def _raw_config(
 
 
 def _stored_tensor(
-    path: Path, data: np.ndarray, name: str, shape: tuple[int, ...], number: int, offset: int
-) -> StoredTensor:
-    """A tensor from its entry in the header. ValueError or NotImplementedError for an unknown type
-    or wrong size."""
+    path: Path, data: np.ndarray, name: str, shape: tuple[int, ...], number: int
+) -> tuple[StoredTensor, int]:
+    """Returns a tensor and its size in bytes. ValueError or NotImplementedError if it has none."""
     import gguf
 
     kind = _find_kind(number)
-    stop = offset + math.prod(gguf.quant_shape_to_byte_shape(shape, kind))
-    if stop > len(data):
-        raise ValueError(f"tensor '{name}' ends {stop - len(data):,} bytes after the file")
+    size = math.prod(gguf.quant_shape_to_byte_shape(shape, kind))
+    if size > len(data):
+        raise ValueError(f"tensor '{name}' ends {size - len(data):,} bytes after the file")
     stored = kind.name if kind.name in STORED else "F32"
-    return StoredTensor(path, name, shape, stored, partial(_decode, data[offset:stop], kind, shape))
+    return StoredTensor(path, name, shape, stored, partial(_decode, data[:size], kind, shape)), size
 
 
 @cache
@@ -233,12 +236,12 @@ class _Header:
         self.metadata = {self._string(): self._value(*self._unpack("I")) for _ in range(keys)}
         # By name: the shape, the type, and where it begins, counted from the start of the data.
         self.tensors = {self._string(): self._entry() for _ in range(number)}
-        if len(self.tensors) < number:
-            raise ValueError("two tensors have the same name")
+        if len(self.tensors) < number or len(self.metadata) < keys:
+            raise ValueError("two tensors or two keys have the same name")
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"'general.alignment' is {alignment!r}")
-        self.start = -(-self._at // alignment) * alignment
+        self.start, self.alignment = -(-self._at // alignment) * alignment, alignment
 
     def _entry(self) -> tuple[tuple[int, ...], int, int]:
         (axes,) = self._unpack("I")
@@ -252,8 +255,9 @@ class _Header:
             return self._string()
         if kind == _ARRAY:
             inner, number = self._unpack("IQ")
-            if inner in _SCALARS:
-                return list(self._unpack(f"{number}{_SCALARS[inner]}"))
+            if inner in _SCALARS:  # a list would take up to 16 times the memory
+                form = _SCALARS[inner].replace("?", "b")
+                return array(form, self._bytes(number * struct.calcsize(form)))
             return [self._value(inner) for _ in range(number)]
         if kind not in _SCALARS:
             raise ValueError(f"metadata type {kind} is unknown")

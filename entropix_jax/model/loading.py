@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from entropix_jax.errors import Note, UserError
+from entropix_jax.host.arguments import checked
 from entropix_jax.host.memory import as_size, free_share
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.model.checkpoint import (
@@ -117,6 +118,7 @@ def open_model(path: Path) -> ModelFiles:
     return open_folder(path) if path.is_dir() else open_gguf(path)
 
 
+@checked
 def load(
     model: str | Path | None = None,
     dtype: str | None = None,
@@ -147,7 +149,7 @@ def load(
     files = open_model(folder)
     config, eos_ids, tokenizer = files.config, files.eos_ids, files.tokenizer()
     for note in files.notes:
-        warnings.warn(note, Note, stacklevel=2)
+        warnings.warn(note, Note, stacklevel=3)
     # A tokenizer may add tokens that the model has no rows for, such as one for padding.
     if (size := tokenizer.own_size) > config.vocab_size:
         sizes = f"the tokenizer has {size} tokens, the model only {config.vocab_size}"
@@ -169,7 +171,7 @@ def load(
     params = read_params(files.tensors, config, weights, shardings, check=check)
     loaded = LanguageModel(folder, config, eos_ids, params, dtypes, tokenizer, mesh)
     if (about_turns := loaded.turn_note()) is not None:
-        warnings.warn(about_turns, Note, stacklevel=2)
+        warnings.warn(about_turns, Note, stacklevel=3)
     return loaded
 
 

@@ -69,11 +69,8 @@ class Replay:
 
 
 def read_trace(path: Path) -> Trace:
-    """Reads a trace for a replay.
-
-    Raises:
-        UserError: the file is no complete trace, or lacks what a replay needs.
-    """
+    """Reads a trace for a replay. UserError if the file is no complete trace, or lacks what a
+    replay needs."""
     reader, rows, number = TraceReader(path), dict[int, list[Line]](), 0
     for number, (_, record) in enumerate(reader, 1):
         if record["type"] in ("token", "retracted"):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from entropix_jax.errors import UserError
-from entropix_jax.host.files import check_apart, check_writable, replacing
+from entropix_jax.host.files import check_apart, check_regular, check_writable, replacing
 from entropix_jax.names import BOXES, MEANINGS, THRESHOLDS, read_condition
 from entropix_jax.report.reading import ENDS, TraceReader
 from entropix_jax.report.tokens import STATIC, draw, html_template, marks, style
@@ -33,8 +33,7 @@ def check_report(output: Path, *inputs: Path | str | None) -> None:
     """Checks, before anything is computed, that a page can be written, over none of `inputs`."""
     check_writable(output)
     # The page replaces the file, so the folder must be writable.
-    if output.exists() and not output.is_file():
-        raise UserError(f"{output}: cannot be written: not a regular file")
+    check_regular(output)
     if not os.access(output.parent, os.W_OK):
         raise UserError(f"{output}: cannot be written: no permission in {output.parent}")
     check_apart(output, *inputs)

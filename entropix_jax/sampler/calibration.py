@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from entropix_jax.errors import UserError
+from entropix_jax.host.arguments import as_integer
 from entropix_jax.host.files import read_json_object
-from entropix_jax.host.integers import as_integer
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.names import LARGEST
 
@@ -116,34 +116,28 @@ class Calibration:
 
 
 def read_calibration(path: Path, renew: str = "entropix-jax calibrate") -> Calibration:
-    """Reads a calibration file.
-
-    Raises:
-        UserError: the file cannot be read, has another format, or holds invalid tables. `renew` is
-            the command that makes a new one.
-    """
-    raw = read_json_object(path)
+    """Reads a calibration file. UserError if the file cannot be read, has another format, or holds
+    invalid tables. `renew` is the command that makes a new one."""
+    raw, problem = read_json_object(path), ""
+    tables, model, tokens = raw.get("quantiles"), raw.get("model"), as_integer(raw.get("tokens"))
+    given = raw.get("at_entropy")
     if raw.get("format") != FORMAT:
         found = "1" if "thresholds" in raw else repr(raw.get("format"))
         problem = f"calibration format {found} is not supported (expected {FORMAT})"
+    elif not isinstance(tables, dict) or set(tables) != set(TABLES):
+        problem = f"'quantiles' must hold {', '.join(TABLES)}"
+    elif wrong := [name for name, table in tables.items() if not _is_table(table)]:
+        problem = f"quantiles.{wrong[0]} must be 101 numbers in ascending order"
+    elif not isinstance(model, dict) or tokens is None:
+        problem = "'model' and 'tokens' are missing or malformed"
+    elif not isinstance(given, dict | None) or not all(
+        _is_table(given.get(name), *AT_ENTROPY[name]) for name in AT_ENTROPY if given is not None
+    ):
+        problem = "at_entropy: must hold tables in ascending order"
+    if problem or model is None or tokens is None or tables is None:
         raise UserError(f"{path}: {problem}: run {renew}")
-    tables, model, tokens = raw.get("quantiles"), raw.get("model"), as_integer(raw.get("tokens"))
-    if not isinstance(tables, dict) or set(tables) != set(TABLES):
-        raise UserError(f"{path}: 'quantiles' must hold {', '.join(TABLES)}: run {renew}")
-    for name, table in tables.items():
-        if not _is_table(table):
-            problem = "must be 101 numbers in ascending order"
-            raise UserError(f"{path}: quantiles.{name} {problem}: run {renew}")
-    if not isinstance(model, dict) or tokens is None:
-        raise UserError(f"{path}: 'model' and 'tokens' are missing or malformed: run {renew}")
     arrays = {name: np.asarray(tables[name], np.float64) for name in TABLES}
-    at_entropy = raw.get("at_entropy")
-    if at_entropy is not None:
-        if not isinstance(at_entropy, dict) or not all(
-            _are_quantiles(at_entropy.get(name), shape) for name, shape in AT_ENTROPY.items()
-        ):
-            raise UserError(f"{path}: at_entropy: must hold tables in ascending order: run {renew}")
-        at_entropy = {name: np.asarray(at_entropy[name], np.float64) for name in AT_ENTROPY}
+    at_entropy = given and {name: np.asarray(given[name], np.float64) for name in AT_ENTROPY}
     return Calibration(arrays, str(raw.get("source", "")), tokens, model, at_entropy)
 
 
@@ -177,14 +171,11 @@ def _rounded(values: np.ndarray) -> Any:
     return [_rounded(x) if values.ndim > 1 else float(f"{x:.5g}") for x in values]
 
 
-def _are_quantiles(tables: Any, shape: tuple[int, ...]) -> bool:
-    if len(shape) == 1:
-        return _is_table(tables, *shape)
-    is_whole = isinstance(tables, list) and len(tables) == shape[0]
-    return is_whole and all(_is_table(table, shape[1]) for table in tables)
-
-
-def _is_table(table: Any, length: int = len(PERCENTS)) -> bool:
-    is_list = isinstance(table, list) and len(table) == length
-    numbers = is_list and all(type(x) in (int, float) and 0 <= x <= LARGEST for x in table)
+def _is_table(table: Any, length: int = len(PERCENTS), width: int | None = None) -> bool:
+    """Returns whether a value is a list of ascending numbers, or of such lists."""
+    if not isinstance(table, list) or len(table) != length:
+        return False
+    if width is not None:
+        return all(_is_table(row, width) for row in table)
+    numbers = all(type(x) in (int, float) and 0 <= x <= LARGEST for x in table)
     return numbers and table == sorted(table)

@@ -4,14 +4,13 @@ reported at once.
 A file may extend another one, and then has only the changed values.
 """
 
-import os
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from entropix_jax.errors import Note, UserError, nearest
-from entropix_jax.host.files import parse_toml, read_toml
+from entropix_jax.host.files import check_regular, parse_toml, read_toml
 from entropix_jax.host.resources import resource_folder
 
 # Former names, accepted until 0.2.
@@ -22,9 +21,9 @@ _OLD_KEYS = {
 }
 
 
-def is_preset(name: str) -> bool:
+def is_preset(name: Any) -> bool:
     """Whether a preset has that name, in this or the previous release."""
-    return name in _ALIASES or name in preset_names()
+    return name in [*_ALIASES, *preset_names()]
 
 
 def preset_names() -> list[str]:
@@ -95,8 +94,7 @@ def _find(name_or_path: str) -> Path:
                 f"no sampler preset '{name_or_path}' (a file's name ends in .toml)"
                 f"{nearest(name_or_path, preset_names())}"
             )
-    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
-        raise UserError(f"{path}: cannot be read: not a regular file")
+    check_regular(path)
     return path
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from entropix_jax.errors import UserError, nearest
-from entropix_jax.host.integers import as_integer
+from entropix_jax.host.arguments import as_integer
 from entropix_jax.host.shapes import fits
 from entropix_jax.names import BOXES, LARGEST, QUANTITIES, SERVED, THRESHOLDS, read_condition
 from entropix_jax.sampler.calibration import TABLES, Calibration, parse_percentile

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from entropix_jax.errors import UserError
+from entropix_jax.host.arguments import checked
 from entropix_jax.sampler.files import lineage, parse_setting
 from entropix_jax.sampler.keys import check_values, check_whole
 from entropix_jax.sampler.mechanism import Mechanism
@@ -16,6 +17,7 @@ from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.sampler import Sampler
 
 
+@checked
 def load_sampler(name_or_path: str | Path, mechanisms: Iterable[Mechanism] = ()) -> Sampler:
     """Loads a preset of `configs/` by name, or the sampler of a TOML file. UserError for an unknown
     name (with the nearest one), or if the file is not a sampler.

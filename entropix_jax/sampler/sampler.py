@@ -74,12 +74,9 @@ class Sampler:
         return MappingProxyType({k: v for k, v in held.items() if "%" in str(v)})
 
     def with_values(self, changes: Mapping[str, Any]) -> "Sampler":
-        """Returns a sampler with changed settings.
-
-        Raises:
-            UserError: a key is unknown, a value has the wrong type or is out of range, or nothing
-                can lie between the bounds. Percentiles are checked once they are resolved.
-        """
+        """Returns a sampler with changed settings. UserError if a key is unknown, a value has the
+        wrong type or is out of range, or nothing can lie between the bounds. Percentiles are
+        checked once they are resolved."""
         changes = check_values(changes, self.name, self.mechanisms)
         changed = replace(self, changes={**self.changes, **changes})
         check_whole(changed.values, self.name, self.mechanisms)
@@ -136,11 +133,8 @@ class Sampler:
 
     def resolve(self, calibration: Calibration, where: str = "") -> "Sampler":
         """Returns this sampler with its percentiles as numbers, from a model's quantile tables.
-
-        Raises:
-            UserError: thresholds cross, or nothing can lie between the bounds of a regime. The
-                message names `where` the tables are from.
-        """
+        UserError, which names `where` the tables are from, if thresholds cross, or nothing can lie
+        between the bounds of a regime."""
         resolved = replace(self, calibration=calibration)
         place = f"{self.name} with {where}" if where and self.percentiles else self.name
         check_whole(resolved.values, place, self.mechanisms)

@@ -14,7 +14,7 @@ from pydantic_core import from_json, to_json
 
 from entropix_jax.engine.search import MAX_FORKS
 from entropix_jax.errors import UserError
-from entropix_jax.host.integers import as_integer
+from entropix_jax.host.arguments import as_integer
 from entropix_jax.text.chat_template import plain_messages
 
 MAX_TOP = 20  # alternatives of a token

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from entropix_jax.errors import UserError, check_unicode
+from entropix_jax.host.arguments import as_integer
 from entropix_jax.host.files import read_json_object
-from entropix_jax.host.integers import as_integer
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer

@@ -4,6 +4,7 @@ Two kinds are known: byte-level BPE with a named pre-tokenizer, and SentencePiec
 merges follow from its scores.
 """
 
+from array import array
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,9 +70,9 @@ def read_tokenizer(
         raise UserError(f"{path}: '{prefix}tokens' is missing")
 
     for name, shape in _LISTS.items():
+        own |= {name: own[name].tolist()} if isinstance(own.get(name), array) else {}
         if name in own and not fits(own[name], shape):
-            items = {int: "integers", float: "numbers"}[shape[0]]
-            raise UserError(f"{path}: '{prefix}{name}' must be a list of {items}")
+            raise UserError(f"{path}: '{prefix}{name}' must be a list of numbers")
 
     # Named tokens, and the chat template.
     settings: dict[str, Any] = {"chat_template": metadata.get("tokenizer.chat_template")}
@@ -79,7 +80,7 @@ def read_tokenizer(
         token_id = own.get(f"{key}_token_id")
         if token_id is None:
             continue
-        if not isinstance(token_id, int) or token_id not in range(len(tokens)):
+        if type(token_id) is not int or token_id not in range(len(tokens)):
             raise UserError(f"{path}: '{prefix}{key}_token_id': {token_id!r} is not a token id")
         settings[f"{name}_token"] = tokens[token_id]
 

@@ -84,6 +84,8 @@ def read_settings(raw: Mapping[str, Any], path: Path) -> Settings:
         if key.endswith("_token") and isinstance(text, str):
             check_unicode(text, f"{path}: '{key}'")
             special_tokens[key] = text
+        elif value is not None and key in ("bos_token", "eos_token"):
+            raise UserError(f"{path}: '{key}' must be text, or an object with a text as 'content'")
     add_bos = raw.get("add_bos_token")
     if not isinstance(add_bos, bool | None):
         raise UserError(f"{path}: 'add_bos_token' must be true or false, not {add_bos!r}")

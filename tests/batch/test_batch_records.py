@@ -107,6 +107,9 @@ def test_blank_lines_line_ends_and_the_byte_order_mark(suffix: str, end: str) ->
             found = good(start + (end.join(lines) + last).encode(), suffix)
             assert [record["prompt"] for record in found] == ["a", "b"]
             assert [record["line"] for record in found] == ([1, 4], [3, 5])[suffix == "csv"]
+    for encoding in ("utf-16", "utf-16-le", "utf-32-be"):
+        found = good(end.join(lines).encode(encoding), suffix)
+        assert [record["prompt"] for record in found] == ["a", "b"]
     with pytest.raises(UserError, match=f"^memory://source/in.{suffix}: holds no records$"):
         read("\n \n" if suffix == "jsonl" else "prompt\n\n", suffix)
 
@@ -114,7 +117,7 @@ def test_blank_lines_line_ends_and_the_byte_order_mark(suffix: str, end: str) ->
 BAD: list[tuple[str | bytes, str]] = [
     ("prompt", "not valid JSON: Expecting value at character 0"),
     ('{"prompt": "a"} {}', "not valid JSON: Extra data at character 16"),
-    ("[" * 100_000, "not valid JSON: maximum recursion depth exceeded"),
+    ('{"a":' * 100_000, "not valid JSON: maximum recursion depth exceeded"),
     ("9" * 5000, "not valid JSON: Exceeds the limit"),
     (b'{"prompt": "caf\xe9"}', "not UTF-8 at byte 15 of the line"),
     (json.dumps("x" * 99), f"not a JSON object: '{'x' * 56}..."),
@@ -243,6 +246,17 @@ def test_errors_of_headers() -> None:
     ):
         with pytest.raises(UserError, match=f"^memory://source/in.csv: {message}"):
             read(data, "csv")
+
+
+def test_other_formats_are_recognised() -> None:
+    several = "JSON over several lines: see `jq -c"
+    for start, message in (
+        *((b"[{}]", several), (b'[\n{"prompt": "a"}', several), (b'{\n"prompt": "a"}', several)),
+        (gzip.compress(b"{}"), "neither JSON Lines nor CSV: a compressed file needs a suffix"),
+        (b"PK\3\4", "neither JSON Lines nor CSV"),
+    ):
+        with pytest.raises(UserError, match=f"^memory://source/in.jsonl: {message}"):
+            read(start + b"\n" * 9)
 
 
 def test_errors_of_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import pandas as pd
 import pytest
 
 import entropix_jax
@@ -89,22 +93,20 @@ CAUSES: list[tuple[Callable[[Place], Any], str]] = [
     (lambda at: Rows().save_report(at.folder / "a.html"), "a trace needs rows of one"),
     (lambda at: at.stream("Once", BANNED), "draw.bans holds 1073741824, which is not a token id"),
     (lambda at: at.stream("Once", RAISED), "draw.bias holds 1073741824, which is not a token id"),
-    (lambda at: at.rows(recording=Recording(top=10**6)), "1000000 most likely tokens cannot be"),
+    (
+        lambda at: at.rows(recording=Recording(top=10**6)),
+        "likely tokens must be at most 1024",
+    ),
     (lambda at: at.without_memory().rows(), "1 row of 256 tokens would not fit into memory: cache"),
     (lambda at: run_specs(at.model, []), "no request"),
     (lambda at: at.stream(""), "the prompt is empty"),
     (lambda at: at.stream([]), "messages must be a non-empty list"),
     (lambda at: at.stream("Once", samples=0), "samples must be at least 1, not 0"),
     (lambda at: at.stream("Once", samples=1025), "samples must be at most 1024, not 1025"),
-    (lambda at: at.stream("Once", max_new_tokens="4"), "must be an integer, not '4'"),
-    (lambda at: at.stream("Once", seed=None), "seed must be an integer, not None"),
-    (lambda at: at.stream("Once", stop=5), "stop strings must not be empty"),
-    (lambda at: at.stream("Once", {}), "a preset's name, a file or a Sampler, not {}"),
+    (lambda at: at.stream("Once", stop=[5]), "stop strings must not be empty"),
     (lambda at: GREEDY.with_values(FIVE), "greedy: settings must be a dict of keys and values"),
     (lambda at: GREEDY.with_values({FIVE: 1}), "no sampler key '5'"),
-    (lambda at: entropix_jax.load_sampler(FIVE), "no sampler preset '5'"),
-    (lambda at: entropix_jax.generate(TINY, "Once"), "the model must be one that `load`"),
-    (lambda at: entropix_jax.score(at.model, FIVE), "text must be a string, not 5"),
+    (lambda at: entropix_jax.load_sampler(FIVE), "name_or_path must be of type str or Path, not 5"),
     (lambda at: entropix_jax.load(at.folder / "none"), "no such model: '/"),
     (lambda at: entropix_jax.Engine(at.model, slots=0, capacity=1), "slots must be at least"),
     (lambda at: pickle.dumps(at.rows()), "rows cannot be pickled with their sampler"),
@@ -113,7 +115,7 @@ CAUSES: list[tuple[Callable[[Place], Any], str]] = [
     (lambda at: encode_prompt(at.model, "A", chat=False, system="B"), "message needs a chat"),
     (without_template, "no chat template"),
     (lambda at: entropix_jax.score(at.model, ""), "the text is too short"),
-    (lambda at: entropix_jax.score(at.model, "Once", context=10**9), "the context"),
+    (lambda at: entropix_jax.score(at.model, "Once", context=10**9), "context must be at most"),
     *((lambda at, n=n: split_of(n), "no split 'x'") for n in ("sums", "facts", "documents")),
 ]
 
@@ -129,6 +131,35 @@ def test_user_errors_are_one_line(
     with pytest.raises(UserError, match=line) as error:
         call(Place(tiny, tmp_path, monkeypatch))
     assert "\n" not in str(error.value)
+
+
+WRONG = [
+    *("x", b"x", 1.5, float("nan"), None, ["a", 1], {}, object(), 1j, np.float32(1.5)),
+    *(np.array([1, 2]), 10**5000, len, Recording(top=TINY), pd.DataFrame({"a": ["x"]}), ...),
+]
+# Of these values, the valid ones of each function's arguments.
+VALID = {
+    "stream": (
+        "prompt='x' ask=None chat=None recording=None retrieve=None stop='x' stop=None "
+        "system=None ask=<buil retrieve=<buil"
+    ),
+    "score": "text='x' context=None recording=None",
+    "load": "model=None dtype=None mesh=None",
+    "calibrate_sampler": "",
+}
+
+
+@pytest.mark.parametrize("name", VALID)
+def test_arguments_of_a_wrong_type_are_user_errors(name: str, tiny: LanguageModel) -> None:
+    function, accepted = getattr(entropix_jax, name), set[str]()
+    names = signature(function).parameters
+    usual: dict[str, Any] = {"model": tiny, "sampler": GREEDY, "prompt": "Once", "text": "So be it"}
+    usual = {"model": "tiny"} if name == "load" else {k: usual[k] for k in usual if k in names}
+    for key, value in itertools.product(names, WRONG):
+        with suppress(UserError):
+            function(**usual | {key: value})
+            accepted.add(f"{key}={value!r:.5}")
+    assert accepted == {*VALID[name].split()}
 
 
 def test_misuse_raises_type_errors(tiny: LanguageModel) -> None:

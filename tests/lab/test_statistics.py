@@ -42,7 +42,17 @@ def bounds(values: Sequence[float] | Floats) -> tuple[float, float]:
     return float(low), float(high)
 
 
-@pytest.mark.parametrize("items", [1, 7, 100])
+def test_one_item_has_no_interval() -> None:
+    """Neither alone, nor as one of several tasks, nor as the only item with a measure."""
+    for strata, wholes in (([0], [1.0]), ([0, 1, 1], [1.0] * 3), ([0, 0, 0], [1.0, 0.0, 0.0])):
+        value, each = Bootstrap(strata, resamples=50).ratio(np.array(wholes), np.array(wholes))
+        (joint,) = joint_intervals([value], each[None])
+        for one in (joint, percentile_interval(value, each)):
+            assert (str(one), one.verdict_with(9.0)) == ("1.000", "not significant")
+    assert np.isnan(error_bars([joint])).all()
+
+
+@pytest.mark.parametrize("items", [2, 7, 100])
 def test_equal_scores_have_an_interval_of_zero_width(items: int) -> None:
     """All answers are right, in tasks of different sizes."""
     bootstrap = Bootstrap([0] * items + [1] * 3, resamples=500)

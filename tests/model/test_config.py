@@ -247,6 +247,7 @@ def test_rope_objects(key: str, rope: Raw, scaling: RopeDivisors | None) -> None
         (llama(num_hidden_layers=2.5), "num_hidden_layers"),
         (llama(num_hidden_layers=10**9), "num_hidden_layers"),
         (llama(head_dim=63), "head_dim 63 is odd"),
+        (llama(head_dim=10**15, rope_scaling={"type": "linear", "factor": 2.0}), "above 65536"),
         (llama(num_key_value_heads=5), "'num_key_value_heads', 5"),
         (llama(num_attention_heads=24, head_dim=None), "'num_attention_heads', 24"),
         (llama(tie_word_embeddings=None), "tie_word_embeddings"),

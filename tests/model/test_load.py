@@ -283,13 +283,15 @@ def test_names_of_models(folder: Path, tmp_path: Path, monkeypatch: pytest.Monke
     (file.parent / "b.gguf").write_bytes(b"")
     with pytest.raises(UserError, match="contains 2 GGUF files: name one of them"):
         resolve_model(str(file.parent))
+    with pytest.raises(UserError, match=r"subfolders have some: name one: one$"):
+        resolve_model(str(tmp_path))
     assert resolve_model(str(folder)) == folder
     monkeypatch.chdir(folder.parent)
     assert resolve_model(folder.name) == Path(folder.name)
     with pytest.raises(UserError, match=r"not a GGUF file \(its name must end in \.gguf\)"):
         resolve_model(str(folder / "config.json"))
     # None of these is requested from the hub.
-    for name in ("", "missing", "/a/b", "./a", "../b", "a/b/c", "a b/c", "a/", "a/b.gguf"):
+    for name in ("", "a" * 999, "/a/b", "./a", "../b", "a/b/c", "a b/c", "a/", "a/b.gguf"):
         with pytest.raises(UserError, match=f"no such model: '{name}'"):
             resolve_model(name)
 

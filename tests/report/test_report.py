@@ -156,7 +156,7 @@ def test_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (".", "page.html", "not a regular file: give a trace"),
         ("trace.jsonl", ".", "cannot be written: it is a folder"),
         ("trace.jsonl", "trace.jsonl", "would overwrite its own input"),
-        ("trace.jsonl", "/dev/null", "/dev/null: cannot be written: not a regular file"),
+        ("trace.jsonl", "/dev/null", "/dev/null: not a regular file"),
         ("pipe", "page.html", "pipe: not a regular file: give a trace"),
         # Errors with advice.
         ("batch", "page.html", "a batch's output has no page: run batch with --trace DIR"),

@@ -11,20 +11,16 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from entropix_jax.engine.methods import METHODS
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.serve.guard import read_keys, read_origin
-from entropix_jax.serve.request import Prompt, chat_request, choose_method, completion_request
-from entropix_jax.serve.responses import Responses
-from entropix_jax.serve.schema import ApiError, Body, Chat, Completion, Score, parse
+from entropix_jax.serve.request import Prompt, choose_method, completion_request
+from entropix_jax.serve.schema import ApiError, Completion, parse
 from entropix_jax.serve.wire import MAX_BYTES
 from entropix_jax.text.tokenizer import load_tokenizer
-from tests.support.properties import examples
-from tests.support.servers import CONTEXT, SLOTS, TOP, fake_server, serve
+from tests.support.servers import CONTEXT, TOP, fake_server, serve
 from tests.support.tokenizers import byte_fallback, save
 
 Ask = Callable[..., httpx.Response]
@@ -319,54 +315,6 @@ def test_unknown_paths_methods_and_models(ask: Ask) -> None:
     for path, body in PATHS.items():
         answer = ask("POST", path, json=body | {"model": "gpt"})
         assert refused(answer, 404)["code"] == "model_not_found"
-
-
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-NAMES = [
-    *("model", "prompt", "messages", "input", "stream", "n", "stop", "seed", "max_tokens"),
-    *("temperature", "top_p", "logprobs", "top_logprobs", "echo", "logit_bias", "entropix"),
-    *("best_of", "stream_options", "response_format", "top", "tools", "top_k", "min_p"),
-    *("instructions", "max_output_tokens", "text", "chat_template_kwargs", "metadata"),
-]
-
-
-@examples(300)
-@given(
-    path=st.sampled_from([*PATHS]),
-    base=st.booleans(),
-    change=st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=5), VALUES, max_size=3),
-    cut=st.integers(0, 3),
-)
-def test_random_bodies(tiny: LanguageModel, path: str, base: bool, change: Any, cut: int) -> None:
-    """Each body is accepted, or rejected with a one-line error."""
-    kinds: dict[str, type[Body]] = {TEXT: Completion, CHATS: Chat}
-    kinds |= {SCORES: Score, RESPONSES: Responses}
-    raw = json.dumps((PATHS[path] if base else {}) | change).encode()
-    try:
-        body = parse(kinds[path], raw[: len(raw) - cut])
-        common = body.to_chat() if isinstance(body, Responses) else body
-        served = serve(tiny)
-        served.check_name(common.model)
-        if isinstance(common, Completion | Chat) and common.rows <= SLOTS:
-            choose_method(served, common, slots=SLOTS, keeps=True)
-            if isinstance(common, Chat):
-                chat_request(served, common)
-            else:
-                completion_request(served, common)
-    except ApiError as refusal:
-        error = refusal
-    else:
-        return
-    told = error.to_json()["error"]
-    assert error.status == (404 if told["code"] == "model_not_found" else 400)
-    assert told["type"] == "invalid_request_error"
-    assert "\n" not in told["message"]
 
 
 # Access control

@@ -535,6 +535,7 @@ def test_bad_chat_templates(tmp_path: Path, template: str | None, message: str) 
         ("tokenizer.model", b"YQ== 0\nYg== 2\n", "the ranks are not 0, 1, 2"),
         ("tokenizer.model", b"YQ== 0\nYg== 1\n", "or a single byte is missing"),
         ("tokenizer_config.json", b'{"add_bos_token": true}', "'bos_token' is not a token"),
+        ("tokenizer_config.json", b'{"eos_token": true}', "'eos_token' must be text, or an obj"),
         ("tokenizer_config.json", b'{"chat_template": [1]}', "'chat_template' must be"),
         ("tokenizer_config.json", b'{"bos_token": "\\ud800"}', "'bos_token' is not valid Unicode"),
         ("other", b"", "neither tokenizer.json nor tokenizer.model"),

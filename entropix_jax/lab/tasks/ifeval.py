@@ -22,7 +22,7 @@ from typing import Any
 from unittest import mock
 
 from entropix_jax.errors import require
-from entropix_jax.host.integers import as_integer
+from entropix_jax.host.arguments import as_integer
 from entropix_jax.lab.tasks.files import JsonTask
 from entropix_jax.lab.tasks.task import Item
 
