@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 
 from entropix_jax.names import MEANINGS, REGIMES
 from entropix_jax.report.page import regime_rule
-from tests.support.browser import Watched, each, frames
+from tests.support.browser import Watched, check_accessibility, each, frames
 from tests.support.reports import SAMPLER
 from tests.support.samplers import CALIBRATION
 from tests.support.servers import Running
@@ -429,10 +428,55 @@ def test_a_text_is_continued_after_the_token_limit(page: Any, running: Running) 
     page.press("#tokens", "Control+Enter")
     settled(page, 2)
     page.fill("#tokens", "60")
-    page.click("#continue")
+    page.click("#tools .continue")
     settled(page, 3)
     assert tokens(page) == texts_of(complete(running))
-    assert page.locator("#beside:visible, #continue:visible").count() == 0
+    assert page.locator("#beside:visible, .continue:visible").count() == 0
+
+
+def edit(page: Any, name: str, typed: str, texts: int) -> dict[str, Any]:
+    """Presses a button below a text, types into the field in its place, and returns the request."""
+    with page.expect_request("**/v1/**completions") as asking:
+        page.get_by_role("button", name=name).press("Enter")
+        if typed:
+            page.keyboard.type(typed)
+            page.keyboard.press("Control+Enter")
+    settled(page, texts)
+    return dict(asking.value.post_data_json)
+
+
+def test_an_edited_text_continues_from_the_cursor(page: Any) -> None:
+    """It can be continued from tokens before and after the edit."""
+    before = tokens(page)
+    page.click("#text-0 .token:not(.retracted) >> nth=6")
+    asked = edit(page, "Edit the text", " Zelda and", 2)
+    assert asked["prompt"] == f"Guests:{''.join(before[:7])} Zelda and"
+    edited = tokens(page)
+    assert edited[:7] == before[:7]
+    assert page.locator("#text-0 .written").text_content() == " Zelda and"
+    for texts, at in ((3, 7), (4, 2)):
+        page.click(f"#text-0 .token:not(.retracted) >> nth={at}")
+        page.locator("#details-body .choice[data-token]:enabled").first.click()
+        settled(page, texts)
+        assert tokens(page)[:at] == edited[:at]
+        assert page.locator("#text-0 .written").count() == (at == 7)
+    assert edit(page, "Edit the prompt", " x", 5)["prompt"] == "Guests: x"
+
+
+def test_earlier_turns_are_edited_and_repeated(page: Any) -> None:
+    page.check("#chat")
+    page.fill("#system", "Be brief.")
+    ask(page, "What is 1 + 1?", 2)
+    ask(page, "And 2 + 2?", 3)
+    asked = [{"role": "system", "content": "Be brief."}]
+    asked.append({"role": "user", "content": "What is 1 + 1?"})
+    repeated = edit(page, "Retry, answer 1", "", 4)
+    assert (repeated["messages"], "seed" in repeated) == (asked, False)
+    words = "".join(tokens(page)[:-1])  # without the end of the text
+    answer = edit(page, "Edit the answer", " Or 3.", 5)["messages"][2]
+    assert answer == {"role": "assistant", "content": f"{words} Or 3."}
+    asked[1]["content"] += " Go!"
+    assert edit(page, "Edit the message", " Go!", 6)["messages"] == asked
 
 
 def test_a_moved_slider_is_a_setting_of_the_next_turn(page: Any) -> None:
@@ -569,23 +613,20 @@ def test_a_text_is_stopped_or_its_connection_lost(fresh: Watched, running: Runni
 
 def test_a_server_that_keeps_no_rows_generates(fresh: Watched, running: Running) -> None:
     asked: list[dict[str, Any]] = []
-
-    def note(route: Any) -> None:
-        asked.append(route.request.post_data_json["entropix"])
-        route.continue_()
-
     claim(fresh.page, keep=0)
-    fresh.page.route("**/v1/completions", note)
     page = open_page(fresh, running)
+    page.on("request", lambda request: asked.append(request.post_data_json))
     assert page.locator("#keeps-none").is_visible()
     page.fill("#prompt", "Guests:")
     page.fill("#tokens", "5")
     page.click("#go")
     page.wait_for_selector("#main .about:text('5 tokens, 0 retracted, ended')")
-    assert [body.get("keep") for body in asked] == [None]
     page.click("#text-0 .token >> nth=2")
     assert page.locator(".alternatives tr").count() > 1
-    assert page.locator(".choice").count() == 0
+    page.locator(".choice:enabled").first.click()
+    page.wait_for_selector("#tree-list li:nth-child(2)")
+    page.wait_for_selector(IDLE, state="attached")
+    assert [body["entropix"].keys() for body in asked] == [{"details", "retractions"}] * 2
 
 
 def test_the_key_dialog_repeats_until_a_key_is_accepted(fresh: Watched, running: Running) -> None:
@@ -632,9 +673,7 @@ def test_layout(running: Running, watched: Callable[..., Watched], size: Any) ->
     page.locator("#details-body .choice[data-token]").nth(1).click()
     settled(page, 2)
     page.keyboard.press("Alt+h")
-    page.evaluate((files("axe_playwright_python") / "axe.min.js").read_text("utf-8"))
-    found = page.evaluate("axe.run(document)")["violations"]
-    assert [(rule["id"], rule["impact"], rule["nodes"][0]["html"]) for rule in found] == []
+    check_accessibility(page)
     assert page.evaluate("document.documentElement.scrollWidth") == width
 
 

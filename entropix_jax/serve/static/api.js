@@ -38,6 +38,7 @@ export class Api {
       const told = await answer.json().catch(() => null);
       const error = new Error(told?.error?.message ?? `The server answered ${answer.status}.`);
       if (told?.error?.code === "compiling") error.wait = Number(answer.headers.get("Retry-After"));
+      error.code = told?.error?.code;
       throw error;
     }
     return answer;

@@ -11,7 +11,7 @@ export async function fetchExample() {
   const boxes = Object.keys(REGIMES).filter((regime) => regime !== "mid").map((regime) => ({ regime, conditions: sampler[`regimes.${regime}`].map(conditionOf) }));
   const [row] = readRows(bytes).values();
   const asked = prompt.replace(/<\|[^|]*\|>/g, ""); // without control tokens
-  return { ...row, prompt: asked, facts: { sampler, prompt, percentiles, calibration, thresholds, boxes }, label: "A recorded example", ended: footer.rows[0].finish_reason, pending: [] };
+  return { ...row, prompt: asked, facts: { sampler, prompt, percentiles, calibration, thresholds, boxes }, label: "A recorded example", written: [], base: 0, ended: footer.rows[0].finish_reason, pending: [] };
 }
 
 // A condition such as `entropy < h1`.

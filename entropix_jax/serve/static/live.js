@@ -28,7 +28,8 @@ const thresholds = new Thresholds(session, {
 const sides = new Sides(session, {
   regimeOf: thresholds.regimeOf,
   select: (token) => thresholds.select(token),
-  chooserOf: (node, token) => (start.keeps && node !== session.example ? (tokens, text) => generator.choose(node, token, tokens, text) : null),
+  chooserOf: (node, token) => (start.model && node !== session.example ? (tokens, text) => generator.choose(node, token, tokens, text) : null),
+  change: generator,
 });
 
 // Events of the stream.

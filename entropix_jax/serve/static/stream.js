@@ -21,8 +21,9 @@ export class Stream {
     return this.session.nodes.some(({ stopper }) => stopper);
   }
 
-  // Calls `begun()` when the text has started, and returns whether it did.
-  async run(node, { path, body }, begun = null) {
+  // Calls `begun()` when the text has started, and returns whether it did. `reread()` returns the request for a row that the
+  // server no longer has.
+  async run(node, { path, body }, { begun = null, reread = null } = {}) {
     node.stopper = new AbortController();
     const timing = { asked: performance.now(), before: node.tokens.length };
     let started = false;
@@ -42,6 +43,7 @@ export class Stream {
             this.learn(node).catch(fail);
           }
           const fresh = told.tokens ?? [];
+          joinPositions(node, fresh);
           node.pending.push(...fresh);
           if (fresh.length && !timing.first) Object.assign(timing, { first: performance.now(), firsts: fresh.filter(({ type }) => type === "token").length });
           reason = told.finish_reason ?? reason;
@@ -50,6 +52,7 @@ export class Stream {
         }
       }
     } catch (error) {
+      if (reread && !started && error.code === "row_not_found") return this.run(node, reread(), { begun });
       reason = error.name === "AbortError" ? "cancelled" : "error";
       if (reason === "error") fail(error);
     }
@@ -110,4 +113,11 @@ export class Stream {
   stopUnseen() {
     for (const { id, stopper } of this.session.nodes) if (!this.session.state.seen.has(id)) stopper?.abort();
   }
+}
+
+// Positions of a text's tokens follow one another, even if another row continues it.
+function joinPositions(node, fresh) {
+  if (!fresh.length) return;
+  node.shift ??= node.items.length ? node.items[0].position + node.tokens.length - fresh[0].position : 0;
+  for (const token of fresh) token.position += node.shift;
 }
