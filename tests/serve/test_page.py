@@ -44,10 +44,17 @@ def page(shown: Watched, running: Running) -> Any:
 
 
 def open_page(one: Watched, running: Running) -> Any:
+    """Opens the page with a new session."""
+    if one.page.url.startswith(running.url):
+        one.page.evaluate("sessionStorage.clear()")
     one.page.goto(running.url)
-    one.page.wait_for_selector(READY, state="attached")
-    one.page.click("#options summary")
-    return one.page
+    return opened(one.page)
+
+
+def opened(page: Any) -> Any:
+    page.wait_for_selector(READY, state="attached")
+    page.click("#options summary")
+    return page
 
 
 @pytest.fixture
@@ -477,6 +484,51 @@ def test_earlier_turns_are_edited_and_repeated(page: Any) -> None:
     assert answer == {"role": "assistant", "content": f"{words} Or 3."}
     asked[1]["content"] += " Go!"
     assert edit(page, "Edit the message", " Go!", 6)["messages"] == asked
+
+
+def test_texts_survive_a_reload_in_mid_stream(fresh: Watched, running: Running) -> None:
+    """A second tab of a session continues a copy. Sessions are opened and deleted from a list."""
+    page = open_page(fresh, running)
+    play(page, running, 2000)
+    page.click("#go")
+    page.wait_for_selector("#text-0 .token >> nth=100")
+    before = tokens(page)
+    page.reload()
+    opened(page)
+    assert tokens(page)[: len(before)] == before
+    assert "ended: interrupted" in page.locator("#main .about").text_content()
+    page.click("#sessions-open")
+    page.click("#sessions-new")
+    page.wait_for_selector(FRESH)
+    generate(opened(page))
+    words = tokens(page)
+    other = page.context.new_page()
+    other.goto(running.url)
+    other.click("#sessions-open")
+    other.click("#sessions-list button:has-text('Guests:')")
+    other.wait_for_selector("#failure-text:has-text('open in another tab')")
+    assert tokens(opened(other)) == words
+    other.locator("#save-trace:enabled").wait_for()
+    other.click("#sessions-open")
+    other.locator("#sessions-list button:has-text('x')").first.wait_for()
+    for text in ("Delete", "Delete for good"):
+        other.locator("#sessions-list li", has_text="open").get_by_text(text, exact=True).click()
+    other.wait_for_selector(FRESH)
+    assert tokens(page) == words
+
+
+@pytest.mark.parametrize("reason", ["full", "missing"])
+def test_texts_that_are_not_stored_are_told(fresh: Watched, running: Running, reason: str) -> None:
+    fresh.page.add_init_script(
+        "IDBObjectStore.prototype.put = () => { throw new DOMException('', 'QuotaExceededError'); }"
+        if reason == "full"
+        else "Object.defineProperty(window, 'indexedDB', { value: undefined })"
+    )
+    page = open_page(fresh, running)
+    generate(page)
+    page.wait_for_selector("#unstored:has-text('This browser stores no texts')")
+    unload = "!dispatchEvent(new Event('beforeunload', { cancelable: true }))"
+    assert page.evaluate(unload), "the browser asks before it leaves"
 
 
 def test_a_moved_slider_is_a_setting_of_the_next_turn(page: Any) -> None:

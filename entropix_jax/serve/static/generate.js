@@ -102,7 +102,7 @@ export class Generator {
       Object.assign(next, { base: place, written: text ? [...written, last] : written });
       return this.start.request(askedOf(node, textOf(next)), { sampler: changed, search: null });
     };
-    const asked = source?.row ? this.start.more(source.row, place - source.base, { tokens, sampler, seed }) : reread();
+    const asked = this.stream.api.has(source) ? this.start.more(source.row, place - source.base, { tokens, sampler, seed }) : reread();
     this.session.show(next, beside);
     await this.stream.run(next, asked, { begun, reread });
   }

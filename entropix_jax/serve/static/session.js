@@ -26,6 +26,7 @@ export class Session {
       const last = parent.tokens[at - 1];
       for (const { replaced, replacement, index, ...record } of parent.items.slice(0, last.index + 1)) addItem(node, record);
     }
+    node.copied = node.items.length;
     return node;
   }
 
@@ -99,6 +100,7 @@ export class Session {
 
   // Removes a text that never started from all states.
   forget(node) {
+    node.prompt = node.messages = null; // may be long
     const before = this.shown.get(node.id);
     const without = (state) => {
       if (!state.seen.has(node.id)) return state;

@@ -10,25 +10,32 @@ export class Start {
     byId("options").addEventListener("input", () => this.summarize());
   }
 
-  // Fetches the server's model and presets once. Tries again after a failure.
+  // Fetches the server's model and presets, once unless the connection is lost.
   async offer() {
-    if (!this.model) await (this.offering ??= this.ask().finally(() => (this.offering = null)));
+    if (!this.api.server) await (this.offering ??= this.ask().finally(() => (this.offering = null)));
   }
 
   async ask() {
     const [model] = (await this.api.get("/v1/models")).data;
     this.model = model.id;
     byId("model").textContent = model.id;
-    byId("preset").append(...model.entropix.samplers.map((value) => element("option", { value }, value)));
+    this.api.server = model.created;
     this.methods = model.entropix.methods;
-    byId("method").append(...Object.keys(this.methods).map((value) => element("option", { value }, value)));
+    for (const [id, values] of [["preset", model.entropix.samplers], ["method", Object.keys(this.methods)]]) {
+      const { value } = byId(id);
+      byId(id).replaceChildren(byId(id).options[0], ...values.map((name) => element("option", { value: name }, name)));
+      byId(id).value = value;
+    }
     byId("tokens").max = model.entropix.context;
     // A model that is made for conversations often ends a bare prompt at once.
-    if (model.entropix.chat && !byId("prompt").value) byId("chat").click();
+    if (model.entropix.chat && !byId("prompt").value && !this.followed) byId("chat").click();
     this.keeps = model.entropix.keep > 0;
     byId("keeps-none").hidden = this.keeps;
     this.standard = model.entropix.sampler;
     byId("preset").options[0].text = `${this.standard} (server default)`;
+    const { followed } = this;
+    this.followed = null;
+    this.follow(followed); // now its preset is in the list
     this.summarize();
     document.documentElement.dataset.ready = "true";
   }

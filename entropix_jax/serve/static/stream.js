@@ -39,7 +39,7 @@ export class Stream {
           started = true;
           const told = own.continuations?.[0] ?? own;
           if (told.row && !node.row) {
-            node.row = told.row;
+            Object.assign(node, { row: told.row, server: this.api.server });
             this.learn(node).catch(fail);
           }
           const fresh = told.tokens ?? [];
@@ -74,7 +74,7 @@ export class Stream {
     const start = node.tokens[0]?.position ?? 0;
     for (const { parent = 0, position = start, tokens, row, finish_reason: reason } of continuations.slice(1)) {
       const label = short(tokens.map(({ text }) => text).join("")) || "⟨no text⟩";
-      const next = session.add({ parent: nodes[parent], at: position - start, label, prompt: node.prompt, messages: node.messages, sampler: node.sampler, row, reason });
+      const next = session.add({ parent: nodes[parent], at: position - start, label, prompt: node.prompt, messages: node.messages, sampler: node.sampler, row, server: this.api.server, reason });
       for (const item of tokens) addItem(next, item);
       if (row) this.learn(next).catch(fail);
       nodes.push(next);
