@@ -340,6 +340,43 @@ def test_choices_and_messages_are_saved(page: Any, tmp_path: Path) -> None:
     assert "<html" in saved(page, tmp_path, "report").read_text("utf-8")[:1000]
 
 
+def test_saved_files_are_opened_again(page: Any, tmp_path: Path) -> None:
+    """A text of a file is continued from its words. Files of other versions and damaged ones are
+    errors of one line."""
+    words = tokens(page)
+    trace, report = (saved(page, tmp_path, kind) for kind in ("trace", "report"))
+    header, *lines = trace.read_text("utf-8").splitlines(keepends=True)
+    first = json.loads(header)
+    for problem, content in {
+        "has trace format 9": json.dumps(first | {"format_version": 9}),
+        "line 3 is invalid": f"{header}{lines[0]}{lines[1][:40]}\n{lines[2]}",
+        "its header is invalid": json.dumps(first | {"sampler_parameters": {}}) + "\n" + lines[0],
+        "bad.jsonl is not a trace": "hello",
+        "cannot be unpacked": '<!doctype html><script type="text/plain" id="trace-0">eNq7',
+    }.items():
+        (bad := tmp_path / "bad.jsonl").write_text(content, "utf-8")
+        page.set_input_files("#file", bad)
+        page.wait_for_selector(f"#failure-text:has-text('{problem}')")
+    page.set_input_files("#file", report)
+    page.wait_for_selector("[aria-current]:has-text('text.html')")
+    assert tokens(page) == words
+    make = "(text) => { const made = new DataTransfer();"
+    make += "made.items.add(new File([text], 'dropped.jsonl')); return made; }"
+    dropped = page.evaluate_handle(make, header + "".join(lines[:20]))
+    page.dispatch_event("#work", "drop", {"dataTransfer": dropped})
+    page.wait_for_selector("[aria-current]:has-text('dropped.jsonl')")
+    assert "ended: interrupted" in page.locator("#main .about").text_content()
+    assert page.locator("#save-trace").is_disabled()
+    page.click("#text-0 .token:not(.retracted) >> nth=5")
+    other = page.locator("#details-body .choice[data-token]:enabled").first
+    text = other.text_content().strip("“”")
+    with page.expect_request("**/v1/completions") as asking:
+        other.click()
+    settled(page, 4)
+    assert asking.value.post_data_json["prompt"] == "".join([first["prompt"], *words[:5], text])
+    assert tokens(page)[:5] == words[:5]
+
+
 def test_a_rejected_branch_is_continued(page: Any) -> None:
     change(page, "arms.helv", "branch")
     settled(page, 2)

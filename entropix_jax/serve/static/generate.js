@@ -95,8 +95,8 @@ export class Generator {
     if (!(await this.isReady())) return;
     const source = text && !tokens ? null : sourceOf(node, place, written);
     const changed = { ...node.sampler, own: { ...node.sampler.own, ...sampler } };
-    const { prompt, messages } = node;
-    const next = this.session.add({ parent: node, at: place, label, prompt, messages, written, base: source?.base, sampler: changed });
+    const { prompt, messages, template } = node;
+    const next = this.session.add({ parent: node, at: place, label, prompt, messages, template, written, base: source?.base, sampler: changed });
     const reread = () => {
       const last = { at: place, text };
       Object.assign(next, { base: place, written: text ? [...written, last] : written });
@@ -135,8 +135,8 @@ export class Generator {
 }
 
 // The prompt or the messages of a text that begins with other words.
-function askedOf({ prompt, messages, facts }, begun = "") {
-  if (!messages) return { prompt: (prompt ?? facts.prompt) + begun };
+function askedOf({ prompt, messages }, begun = "") {
+  if (!messages) return { prompt: prompt + begun };
   return { messages: begun ? [...messages, { role: "assistant", content: begun }] : messages };
 }
 

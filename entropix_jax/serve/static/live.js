@@ -3,7 +3,6 @@
 import { Api } from "./api.js";
 import { askKey } from "./apikey.js";
 import { byId } from "./dom.js";
-import { fetchExample } from "./example.js";
 import { fail, succeed } from "./failure.js";
 import { allowSaving, offerFiles } from "./files.js";
 import { Generator } from "./generate.js";
@@ -15,6 +14,7 @@ import { Start } from "./start.js";
 import { Store } from "./store.js";
 import { Stream } from "./stream.js";
 import { Thresholds } from "./thresholds.js";
+import { fetchExample, offerOpening } from "./trace.js";
 import { showTree } from "./tree.js";
 
 const session = new Session();
@@ -111,6 +111,7 @@ listenToKeys(session, { generate: () => generator.generate(), stop: () => stream
 session.on(show);
 showTree(session);
 offerSessions(store);
+offerOpening(session);
 if (session.current?.messages) byId("chat").checked = true;
 session.move(session.state);
 start.offer().then(greet, fail);

@@ -20,13 +20,13 @@ export class Session {
   // Adds a text. `at`: number of tokens copied from its parent; `own`: its other fields, such as `written`, what the reader
   // wrote before some of its tokens, and `base`, the number of tokens before its row's first one.
   add({ parent = null, at = 0, label, ...own }) {
-    const node = { parent, at, label, written: [], base: 0, items: [], tokens: [], waiting: [], pending: [], ended: null, row: null, facts: null, ...own, id: this.nodes.length };
+    const node = { parent, at, label, written: [], base: 0, items: [], copied: 0, tokens: [], waiting: [], pending: [], ended: null, row: null, facts: null, ...own, id: this.nodes.length };
     this.nodes.push(node);
     if (parent && at > 0) {
       const last = parent.tokens[at - 1];
       for (const { replaced, replacement, index, ...record } of parent.items.slice(0, last.index + 1)) addItem(node, record);
+      node.copied = node.items.length;
     }
-    node.copied = node.items.length;
     return node;
   }
 

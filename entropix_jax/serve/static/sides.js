@@ -87,8 +87,8 @@ export class Sides {
 
   // Shows the prompt of the shown text, or its last message, and the sampler's habits.
   showAsked() {
-    const { messages, prompt, facts } = this.session.displayed;
-    const text = messages?.at(-1).content ?? prompt ?? facts?.prompt ?? "";
+    const { messages, prompt = "", facts, template } = this.session.displayed;
+    const text = messages?.at(-1).content ?? (template ? prompt.replace(/<\|[^|]*\|>/g, "") : prompt); // without control tokens
     const box = byId("asked");
     this.legend.explain(facts);
     if (box.textContent === text) return;
