@@ -492,6 +492,9 @@ def edit(page: Any, name: str, typed: str, texts: int) -> dict[str, Any]:
 def test_an_edited_text_continues_from_the_cursor(page: Any) -> None:
     """It can be continued from tokens before and after the edit."""
     before = tokens(page)
+    page.get_by_role("button", name="Edit the text").press("Enter")
+    page.keyboard.press("Escape")
+    assert focused(page) == "Edit the text"
     page.click("#text-0 .token:not(.retracted) >> nth=6")
     asked = edit(page, "Edit the text", " Zelda and", 2)
     assert asked["prompt"] == f"Guests:{''.join(before[:7])} Zelda and"
@@ -597,12 +600,18 @@ def test_page_errors_are_one_line(shown: Watched, page: Any) -> None:
     page.click("#go")
     words = 'key=value, not “base.top_p 0.9 inject.thought="x"y”'
     page.wait_for_selector(f"#failure-text:has-text('{words}')")
+    page.fill("#own", "")
+    page.fill("#prompt", "word " * 200_000)
+    page.click("#go")
+    page.wait_for_selector("#failure-text:has-text('a row has room for')")
+    assert len(page.input_value("#prompt")) == 1_000_000
     page.evaluate("scrollTo(0, document.body.scrollHeight)")
     top = page.locator("#failure").bounding_box()["y"]
     assert 0 <= top < 100, "it stays in view"
     generate(page)
     settled(page, 2)
     assert page.locator("#failure").is_hidden()
+    shown.messages.clear()
 
 
 def test_a_request_that_fails_leaves_no_text(shown: Watched, page: Any) -> None:
@@ -686,7 +695,7 @@ def test_keys_that_type_a_character_are_no_shortcuts_in_fields(page: Any) -> Non
 
 
 def test_a_text_is_stopped_or_its_connection_lost(fresh: Watched, running: Running) -> None:
-    """The shortcut that stops it types ß on a Mac."""
+    """The shortcut that stops it types ß on a Mac. A server that was started again has no rows."""
     page = open_page(fresh, running)
     play(page, running, 2000)
     page.click("#go")
@@ -695,9 +704,23 @@ def test_a_text_is_stopped_or_its_connection_lost(fresh: Watched, running: Runni
     assert page.locator("#stop").is_enabled()
     assert pressed(page, "text-0", "ß", "KeyS")
     page.wait_for_selector("#main .about:text('ended: stopped')")
+    assert page.locator("#save-trace").is_enabled()
+
+    def restarted(route: Any) -> None:
+        found = route.fetch().json()
+        found["data"][0]["created"] += 1
+        route.fulfill(json=found)
+
+    page.route("**/v1/models", restarted)
     page.evaluate("window.lost = true")
     page.click("#go")
     page.wait_for_selector("#failure-text:text('connection to the server was lost')")
+    assert page.locator("#save-trace").is_disabled()
+    page.wait_for_selector("#failure-text:text('server was started again')")
+    assert page.locator("#save-trace").is_disabled()
+    page.evaluate("window.lost = false")
+    page.click("#tools .continue")
+    page.wait_for_function("window.asked?.prompt.startsWith('x')")
 
 
 def test_a_server_that_keeps_no_rows_generates(fresh: Watched, running: Running) -> None:
@@ -748,7 +771,7 @@ def test_the_key_dialog_repeats_until_a_key_is_accepted(fresh: Watched, running:
     fresh.messages.clear()
 
 
-@pytest.mark.parametrize("size", [(390, 844, "dark"), (1280, 800, "light")])
+@pytest.mark.parametrize("size", [(320, 640, "light"), (390, 844, "dark"), (1280, 800, "light")])
 def test_layout(running: Running, watched: Callable[..., Watched], size: Any) -> None:
     """The text is on the first screen, on a wide one next to the plane. axe finds no violations."""
     width, height, _ = size
@@ -773,6 +796,7 @@ PLAYED = """(events) => {
     window.fetch = (path, options) => {
         if (path === "/v1/rows/R") return Promise.resolve(new Response(events.about));
         if (path !== "/v1/completions") return real(path, options);
+        window.asked = JSON.parse(options.body);
         return Promise.resolve(new Response(new ReadableStream({ async start(control) {
             options.signal.addEventListener("abort", () => control.error(options.signal.reason));
             for (const event of events.stream) {

@@ -6,9 +6,11 @@ import { element } from "./dom.js";
 export function edit(box, { text, label, cursor = text.length, whole = false, word, apply }) {
   const field = element("textarea", { "aria-label": label, spellcheck: "false" });
   field.value = text;
+  const before = document.activeElement;
   const close = () => {
     form.remove();
     box.hidden = false;
+    before.focus();
   };
   const done = (event) => {
     event.preventDefault();

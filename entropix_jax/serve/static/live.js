@@ -94,12 +94,12 @@ api.lose = () => {
   looking ??= setTimeout(async () => {
     looking = null;
     await start.offer().then(() => (succeed(), greet()), () => {});
-  }, 3000);
+  }, 1000);
 };
 
 // Called when the server answers.
 function greet() {
-  if (before && before !== api.server) fail(new Error("The server was started again: texts can be continued, but the old ones no longer be saved as files."));
+  if (before && before !== api.server) fail(new Error("The server was started again: texts can be continued, but old ones can no longer be saved as files."));
   before = api.server;
   showStatus();
 }

@@ -32,6 +32,7 @@ export class Sides {
 
   show() {
     const { displayed: shown, beside } = this.session;
+    const focused = byId("main").contains(document.activeElement);
     byId("beside").hidden = !beside;
     byId("texts").classList.toggle("two", Boolean(beside));
     if (this.main.node !== shown) {
@@ -52,6 +53,7 @@ export class Sides {
     [this.common, this.parted] = [0, false];
     this.part();
     if (shown && shown === this.session.example) this.describeLast();
+    if (focused && !byId("main").contains(document.activeElement)) byId("text-0").focus({ preventScroll: true });
   }
 
   // An earlier turn of a conversation: the message and its answer.

@@ -53,14 +53,14 @@ export class Stream {
       }
     } catch (error) {
       if (reread && !started && error.code === "row_not_found") return this.run(node, reread(), { begun });
-      reason = error.name === "AbortError" ? "cancelled" : "error";
-      if (reason === "error") fail(error);
+      reason = error.name === "AbortError" ? "cancelled" : this.api.server === null ? "lost" : "error";
+      if (reason !== "cancelled") fail(error);
     }
     node.stopper = null;
     node.reason = reason;
     node.timing = { ...timing, end: performance.now() };
     this.grow();
-    const empty = reason === "error" && !node.row && !node.items.length && !node.pending.length;
+    const empty = ["error", "lost"].includes(reason) && !node.row && !node.items.length && !node.pending.length;
     if (empty) this.session.forget(node);
     return !empty;
   }
