@@ -18,6 +18,7 @@ export class Generator {
       event.preventDefault();
       this.generate();
     });
+    byId("prompt").addEventListener("input", () => byId("prompt").setCustomValidity(""));
     byId("afresh").addEventListener("click", () => {
       session.walk(null);
       byId("prompt").focus();
@@ -41,7 +42,9 @@ export class Generator {
   // Starts a text from the typed prompt, or from another one.
   async generate(text = byId("prompt").value) {
     const { session, start } = this;
-    if (!text) return fail(new Error("Type a prompt first."));
+    const field = byId("prompt");
+    field.setCustomValidity(text ? "" : `${field.placeholder.replace("…", "")} first.`);
+    if (!field.reportValidity()) return; // says so at the field
     const { current } = session;
     if (!(await this.isReady())) return;
     const before = start.chat && current?.messages ? current : null;
@@ -65,11 +68,11 @@ export class Generator {
   }
 
   // Starts a text from a prompt or from messages. Returns whether it started, later; null if the settings have an error.
-  begin(asked, parent, options) {
+  begin(asked, parent, { template, ...options } = {}) {
     try {
       const request = this.start.request(asked, options);
       const label = short(asked.prompt ?? asked.messages.at(-1).content);
-      const node = this.session.add({ parent, label, ...asked, sampler: this.start.sampler });
+      const node = this.session.add({ parent, label, ...asked, template, sampler: this.start.sampler });
       this.session.show(node);
       return this.stream.run(node, request);
     } catch (error) {
@@ -80,13 +83,13 @@ export class Generator {
 
   // Generates a text once more, with a random seed.
   async retry(node) {
-    if (await this.isReady()) this.begin(askedOf(node), turnBefore(node), { seed: "" });
+    if (await this.isReady()) this.begin(askedOf(node), turnBefore(node), { seed: "", template: node.template });
   }
 
   // Starts a text with another prompt or message in its place.
   async ask(node, text) {
     const { messages } = node;
-    if (await this.isReady()) this.begin(messages ? { messages: [...messages.slice(0, -1), { role: "user", content: text }] } : { prompt: text }, turnBefore(node));
+    if (await this.isReady()) this.begin(messages ? { messages: [...messages.slice(0, -1), { role: "user", content: text }] } : { prompt: text }, turnBefore(node), { template: node.template });
   }
 
   // Continues a text from a place, as a sibling of its old continuation: its row with `tokens`, or the words before the place

@@ -78,12 +78,12 @@ export class Sides {
     return [
       button("Continue", () => this.change.extend(node), { class: "continue", hidden: true }),
       button("Retry", () => this.change.retry(node), { title: "Generate it once more, with a random seed" }),
-      button(`Edit the ${answer}`, () => {
+      button(`Edit ${answer}`, () => {
         const { token, held } = reading;
         const cursor = held ? textOf(node, placeOf(node, token) + 1).length : undefined;
         edit(reading.box, { text: textOf(node), label: `The ${answer}`, cursor, word: "Continue from the cursor", apply: (words) => this.change.rewrite(node, words) });
       }),
-      button(`Edit the ${prompt}`, () => edit(asked, { text: asked.textContent, label: `The ${prompt}`, whole: true, word: node.messages ? "Send" : "Generate", apply: (words) => this.change.ask(node, words) })),
+      button(`Edit ${prompt}`, () => edit(asked, { text: node.messages ? asked.textContent : node.prompt, label: `The ${prompt}`, whole: true, word: node.messages ? "Send" : "Generate", apply: (words) => this.change.ask(node, words) })),
     ];
   }
 

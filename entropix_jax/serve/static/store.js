@@ -63,6 +63,7 @@ export class Store {
 
   // Keeps the tokens that are not yet saved for the next page of this tab. IndexedDB may be too slow for a page that is left.
   keepTails() {
+    if (!this.session.nodes.length) return;
     const tails = this.session.nodes.map((node) => [node.id, Math.floor(this.saved.get(node) ?? node.copied)]).map(([id, from]) => ({ id, from, items: recordsOf(this.session.nodes[id], from) }));
     try {
       sessionStorage.setItem(TAILS, JSON.stringify({ session: this.id, tails: tails.filter(({ items }) => items.length) }));
