@@ -26,7 +26,7 @@ from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.regimes import classify
 from tests.support.browser import (
     Watched,
-    check_contrast,
+    check_accessibility,
     check_layout,
     each,
     frames,
@@ -126,7 +126,7 @@ def test_layout_and_contrast(
     page.locator("#attention").scroll_into_view_if_needed()
     page.wait_for_selector("#heat .heatmaplayer image")
     check_layout(page, width)
-    check_contrast(page, "#legend .token, #legend .muted, main .about, main .muted, .marks li")
+    check_accessibility(page)
     assert page.locator("main > .panel:not([hidden])").count() == 9
     assert one.requests == [run[0].as_uri()]
 

@@ -1,7 +1,11 @@
 // Data in the page: compressed payloads in script elements, and traces.
 
-export async function unpack(id) {
-  const bytes = fromBase64(document.getElementById(id).textContent);
+export function unpack(id) {
+  return inflate(document.getElementById(id).textContent);
+}
+
+export async function inflate(text) {
+  const bytes = fromBase64(text);
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
@@ -11,12 +15,15 @@ function fromBase64(text) {
   return Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
 }
 
-// Each row's tokens in the trace's order, see `addItem`.
 export function readRows(bytes) {
+  return rowsOf(new TextDecoder().decode(bytes).split("\n").filter(Boolean).map((line) => JSON.parse(line)));
+}
+
+// Each row's tokens in the trace's order, see `addItem`.
+export function rowsOf(records) {
   const rows = new Map();
-  for (const line of new TextDecoder().decode(bytes).split("\n")) {
-    const token = line && JSON.parse(line);
-    if (!token || !["token", "retracted"].includes(token.type)) continue;
+  for (const token of records) {
+    if (!["token", "retracted"].includes(token.type)) continue;
     if (!rows.has(token.row)) rows.set(token.row, { items: [], tokens: [], waiting: [] });
     addItem(rows.get(token.row), token);
   }

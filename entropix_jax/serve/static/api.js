@@ -1,7 +1,7 @@
 // Requests to this page's own server: JSON, files, streams of events. Errors have one line for the reader.
 
 const KEY = "entropix-jax-key";
-const LOST = "The connection to the server was lost, and the text ends here. If the server has stopped, start it again.";
+const LOST = "The connection to the server was lost, and the text ends here: start the server again if it has stopped, then continue the text.";
 
 // The characters that an HTTP header can carry.
 export const isKey = (text) => /^[\x21-\x7e]+$/.test(text);
@@ -16,6 +16,8 @@ export class Api {
   // `askKey(problem)` resolves to a key that the reader types, and rejects if the reader cancels.
   constructor(askKey) {
     this.askKey = askKey;
+    this.server = null; // when it started; null: unknown
+    this.lose = () => {}; // called when the connection is lost
   }
 
   async ask(path, { method = "GET", json, signal } = {}) {
@@ -27,7 +29,7 @@ export class Api {
     try {
       answer = await fetch(path, { method, headers, body: JSON.stringify(json), signal });
     } catch (error) {
-      throw error.name === "AbortError" ? error : new Error("The server does not answer.");
+      throw this.problemOf(error, "The server does not answer: start it again if it has stopped.");
     }
     if (answer.status === 401) {
       const now = sessionStorage.getItem(KEY);
@@ -38,9 +40,22 @@ export class Api {
       const told = await answer.json().catch(() => null);
       const error = new Error(told?.error?.message ?? `The server answered ${answer.status}.`);
       if (told?.error?.code === "compiling") error.wait = Number(answer.headers.get("Retry-After"));
+      error.code = told?.error?.code;
       throw error;
     }
     return answer;
+  }
+
+  // Whether the server has a text's row. A server that was started again has none of the old ones.
+  has(node) {
+    return Boolean(node?.row) && node.server === this.server;
+  }
+
+  problemOf(error, words) {
+    if (error.name === "AbortError") return error;
+    this.server = null;
+    this.lose();
+    return new Error(words);
   }
 
   // Opens one dialog for all requests that wait for the key.
@@ -71,9 +86,9 @@ export class Api {
     let rest = "";
     for (;;) {
       const { value, done } = await reader.read().catch((error) => {
-        throw error.name === "AbortError" ? error : new Error(LOST);
+        throw this.problemOf(error, LOST);
       });
-      if (done) throw new Error(LOST);
+      if (done) throw this.problemOf({}, LOST);
       const events = (rest + value).split("\n\n");
       rest = events.pop();
       for (const event of events) {

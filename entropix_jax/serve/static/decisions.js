@@ -17,13 +17,14 @@ export function changesOf(facts, values) {
 // The index of the first token that may change, and the position from which the text is regenerated; null if no token
 // changes. `changes` are settings, `values` the thresholds by their keys if those moved.
 export function firstChange(node, changes, values = null) {
-  const { items, facts } = node;
+  const { items, facts, written = [] } = node;
+  const fixed = written.at(-1)?.at ?? 0; // what the reader wrote stays
   const original = valuesOf(facts);
   const moved = values && Object.keys(values).some((key) => values[key] !== original[key]);
   const bounds = moved && boundsOf(facts.boxes, values);
   const keys = Object.keys(changes).filter((key) => !values || !RULE.has(key.split(".")[0]));
   const changed = (token) => bounds && (classify(token, bounds) !== token.regime || mayUseThresholds(token, facts, values));
-  const index = items.findIndex((token) => !token.chosen && (changed(token) || keys.some((key) => mayUse(token, key, facts.sampler))));
+  const index = items.findIndex((token) => !token.chosen && placeOf(node, token) >= fixed && (changed(token) || keys.some((key) => mayUse(token, key, facts.sampler))));
   if (index < 0) return null;
   // A token that was retracted later was further left.
   const places = items.slice(index).filter((token, i) => i === 0 || token.type === "retracted").map((token) => placeOf(node, token));
@@ -31,7 +32,7 @@ export function firstChange(node, changes, values = null) {
   const back = place - reachOf({ ...facts.sampler, ...changes });
   // Tokens that the reader chose stay.
   const chosen = items.slice(0, index).findLast((token) => token.chosen);
-  return { index, position: Math.max(0, back, chosen ? placeOf(node, chosen) + 1 : 0) };
+  return { index, position: Math.max(fixed, back, chosen ? placeOf(node, chosen) + 1 : 0) };
 }
 
 // Whether moved thresholds may change a token that keeps its regime: branches end by the regimes of their own tokens,

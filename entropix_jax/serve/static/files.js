@@ -17,7 +17,7 @@ export function offerFiles(session, api) {
   byId("save-trace").addEventListener("click", () => save("trace", "text.jsonl", "application/jsonl"));
 }
 
-// Running texts cannot be saved.
-export function allowSaving(node) {
-  for (const id of ["save-report", "save-trace"]) byId(id).disabled = !node?.row || !node.ended;
+// Running texts cannot be saved, and those whose row the server no longer has.
+export function allowSaving(node, api) {
+  for (const id of ["save-report", "save-trace"]) byId(id).disabled = !api.has(node) || !node.ended;
 }

@@ -2,6 +2,8 @@
 
 import { byId, element } from "./dom.js";
 import { fail } from "./failure.js";
+import { partsOf, sourceOf, textOf, turnBefore, writtenIn } from "./session.js";
+import { systemOf } from "./start.js";
 import { placeOf } from "./texts.js";
 
 const EXAMPLES = {
@@ -16,7 +18,7 @@ export class Generator {
       event.preventDefault();
       this.generate();
     });
-    byId("continue").addEventListener("click", () => this.extend(session.current));
+    byId("prompt").addEventListener("input", () => byId("prompt").setCustomValidity(""));
     byId("afresh").addEventListener("click", () => {
       session.walk(null);
       byId("prompt").focus();
@@ -28,6 +30,7 @@ export class Generator {
   offer() {
     const { session, start } = this;
     byId("afresh").hidden = !start.chat || !session.current?.messages;
+    byId("system").closest("label").hidden = !start.chat;
     const [button, hint] = start.chat ? ["Send", "Type a message…"] : ["Generate", "Type a prompt…"];
     byId("go").textContent = button;
     byId("prompt").placeholder = hint;
@@ -39,31 +42,72 @@ export class Generator {
   // Starts a text from the typed prompt, or from another one.
   async generate(text = byId("prompt").value) {
     const { session, start } = this;
-    if (!text) return fail(new Error("Type a prompt first."));
+    const field = byId("prompt");
+    field.setCustomValidity(text ? "" : `${field.placeholder.replace("…", "")} first.`);
+    if (!field.reportValidity()) return; // says so at the field
     const { current } = session;
-    const talks = start.chat && current?.messages;
-    const before = talks ? [...current.messages, { role: "assistant", content: current.tokens.map((token) => token.text).join("") }] : [];
+    if (!(await this.isReady())) return;
+    const before = start.chat && current?.messages ? current : null;
+    const asked = start.chat ? { messages: [...start.system, ...conversation(before), { role: "user", content: text }] } : { prompt: text };
+    const run = this.begin(asked, before);
+    if (run) byId("prompt").value = start.chat ? "" : text;
+    if (!run || (await run)) return;
+    start.follow(session.nodes.at(-1));
+    if (!byId("prompt").value) byId("prompt").value = text;
+  }
+
+  // Waits for the server's model. Shows an error if the server does not answer.
+  async isReady() {
     try {
-      await start.offer();
-      const asked = start.request(text, before);
-      const node = session.add({ parent: talks ? current : null, label: short(text), prompt: asked.prompt, messages: asked.messages, sampler: start.sampler });
-      byId("prompt").value = start.chat ? "" : text;
-      session.show(node);
-      if (await this.stream.run(node, asked)) return;
-      start.follow(node);
-      if (!byId("prompt").value) byId("prompt").value = text;
+      await this.start.offer();
+      return true;
     } catch (error) {
       fail(error);
+      return false;
     }
   }
 
-  // Continues a text from a place, as a sibling of its old continuation.
-  goOn(node, place, label, { tokens = null, sampler = null, begun = null, beside = node } = {}) {
-    if (!node.row) return fail(new Error("This text is not on the server yet."));
-    const asked = this.start.more(node, place, { tokens, sampler });
-    const next = this.session.add({ parent: node, at: place, label, prompt: node.prompt, messages: node.messages, sampler: { ...node.sampler, own: { ...node.sampler.own, ...sampler } } });
+  // Starts a text from a prompt or from messages. Returns whether it started, later; null if the settings have an error.
+  begin(asked, parent, { template, ...options } = {}) {
+    try {
+      const request = this.start.request(asked, options);
+      const label = short(asked.prompt ?? asked.messages.at(-1).content);
+      const node = this.session.add({ parent, label, ...asked, template, sampler: this.start.sampler });
+      this.session.show(node);
+      return this.stream.run(node, request);
+    } catch (error) {
+      fail(error);
+      return null;
+    }
+  }
+
+  // Generates a text once more, with a random seed.
+  async retry(node) {
+    if (await this.isReady()) this.begin(askedOf(node), turnBefore(node), { seed: "", template: node.template });
+  }
+
+  // Starts a text with another prompt or message in its place.
+  async ask(node, text) {
+    const { messages } = node;
+    if (await this.isReady()) this.begin(messages ? { messages: [...messages.slice(0, -1), { role: "user", content: text }] } : { prompt: text }, turnBefore(node), { template: node.template });
+  }
+
+  // Continues a text from a place, as a sibling of its old continuation: its row with `tokens`, or the words before the place
+  // and `text` as a prompt.
+  async goOn(node, place, label, { tokens = null, text = "", written = writtenIn(node, place), sampler = null, seed = null, begun = null, beside = node } = {}) {
+    if (!(await this.isReady())) return;
+    const source = text && !tokens ? null : sourceOf(node, place, written);
+    const changed = { ...node.sampler, own: { ...node.sampler.own, ...sampler } };
+    const { prompt, messages, template } = node;
+    const next = this.session.add({ parent: node, at: place, label, prompt, messages, template, written, base: source?.base, sampler: changed });
+    const reread = () => {
+      const last = { at: place, text };
+      Object.assign(next, { base: place, written: text ? [...written, last] : written });
+      return this.start.request(askedOf(node, textOf(next)), { sampler: changed, search: null });
+    };
+    const asked = this.stream.api.has(source) ? this.start.more(source.row, place - source.base, { tokens, sampler, seed }) : reread();
     this.session.show(next, beside);
-    this.stream.run(next, asked, begun);
+    await this.stream.run(next, asked, { begun, reread });
   }
 
   // Continues after the end of a text.
@@ -73,8 +117,37 @@ export class Generator {
 
   // Continues with these tokens and their text in a token's place. A retracted token has the place of its replacement.
   choose(node, token, tokens, text) {
-    this.goOn(node, placeOf(node, token), short(text) || "⟨token⟩", { tokens });
+    this.goOn(node, placeOf(node, token), short(text) || "⟨token⟩", { tokens, text });
   }
+
+  // Continues an edited text. The beginning that both texts share keeps its tokens.
+  rewrite(node, text) {
+    let [count, length, place] = [0, 0, 0];
+    const written = [];
+    for (const part of partsOf(node)) {
+      if (!text.startsWith(part.text, length)) break;
+      length += part.text.length;
+      if ("at" in part) written.push(part);
+      else count += 1;
+      if (part.text) place = count; // a token that ended the text has no text
+    }
+    const rest = text.slice(length);
+    const seed = Math.floor(2 ** 31 * Math.random()); // else the row would repeat its old text
+    this.goOn(node, place, rest ? short(`✎ ${rest}`) : "continued", { text: rest, written, seed, beside: null });
+  }
+}
+
+// The prompt or the messages of a text that begins with other words.
+function askedOf({ prompt, messages }, begun = "") {
+  if (!messages) return { prompt: prompt + begun };
+  return { messages: begun ? [...messages, { role: "assistant", content: begun }] : messages };
+}
+
+// The messages of a conversation up to the end of a text, without the system message.
+function conversation(node) {
+  if (!node) return [];
+  const messages = systemOf(node) ? node.messages.slice(1) : node.messages;
+  return [...messages, { role: "assistant", content: textOf(node) }];
 }
 
 export function short(text) {

@@ -16,7 +16,7 @@ export function listenToKeys(session, { generate, stop, chats }) {
     KeyH: () => (byId("help").open = !byId("help").open),
   };
   document.addEventListener("keydown", (event) => {
-    if (byId("key-box").open) return;
+    if (document.querySelector("dialog[open]")) return;
     const control = event.ctrlKey || event.metaKey;
     const typing = event.target.closest("input:not([type=range], [type=radio]), textarea");
     // Alt types a character on some keyboards, and opens lists.

@@ -50,7 +50,7 @@ export class Reading {
     this.node = node;
     this.regimeOf = regimeOf;
     this.spans = [];
-    this.line = null;
+    [this.line, this.count, this.wrote] = [null, 0, 0]; // the last line, and the drawn tokens and written parts
     this.token = null;
     this.held = false;
     this.box.replaceChildren();
@@ -62,15 +62,31 @@ export class Reading {
   grow() {
     const { items } = this.node;
     for (let i = this.spans.length; i < items.length; i++) {
-      // A block for each line: only the last one is laid out again.
-      if (!this.line) this.box.append((this.line = element("div", { role: "none" })));
+      this.drawWritten();
       const span = this.draw(items[i], items[i - 1]);
       this.spans.push(span);
-      if (/^ .*\S/s.test(items[i].text)) this.line.append(element("wbr"));
-      this.line.append(span);
-      if (items[i].text.endsWith("\n")) this.line = null;
+      this.append(span, items[i].text);
+      if (items[i].type === "token") this.count += 1;
     }
+    this.drawWritten();
     this.follow();
+  }
+
+  // A block for each line: only the last one is laid out again.
+  append(span, text) {
+    if (!this.line) this.box.append((this.line = element("div", { role: "none" })));
+    if (/^ .*\S/s.test(text)) this.line.append(element("wbr"));
+    this.line.append(span);
+    if (text.endsWith("\n")) this.line = null;
+  }
+
+  // Adds what the reader wrote before the next token.
+  drawWritten() {
+    const { written } = this.node;
+    for (; written[this.wrote]?.at === this.count; this.wrote++) {
+      const { text } = written[this.wrote];
+      this.append(element("span", { class: "written", role: "option", "aria-selected": "false", "aria-disabled": "true", title: "Written by you" }, text), text);
+    }
   }
 
   // Scrolls to the newest token unless the reader scrolled away or holds a token.

@@ -17,13 +17,15 @@ export class Session {
     this.listeners.push(listener);
   }
 
-  // Adds a text. `at`: number of tokens copied from its parent; `own`: its other fields.
+  // Adds a text. `at`: number of tokens copied from its parent; `own`: its other fields, such as `written`, what the reader
+  // wrote before some of its tokens, and `base`, the number of tokens before its row's first one.
   add({ parent = null, at = 0, label, ...own }) {
-    const node = { parent, at, label, items: [], tokens: [], waiting: [], pending: [], ended: null, row: null, facts: null, ...own, id: this.nodes.length };
+    const node = { parent, at, label, written: [], base: 0, items: [], copied: 0, tokens: [], waiting: [], pending: [], ended: null, row: null, facts: null, ...own, id: this.nodes.length };
     this.nodes.push(node);
     if (parent && at > 0) {
       const last = parent.tokens[at - 1];
       for (const { replaced, replacement, index, ...record } of parent.items.slice(0, last.index + 1)) addItem(node, record);
+      node.copied = node.items.length;
     }
     return node;
   }
@@ -98,6 +100,7 @@ export class Session {
 
   // Removes a text that never started from all states.
   forget(node) {
+    node.prompt = node.messages = null; // may be long
     const before = this.shown.get(node.id);
     const without = (state) => {
       if (!state.seen.has(node.id)) return state;
@@ -147,10 +150,37 @@ export class Session {
   }
 }
 
+// The last text of the turn before a text's.
+export function turnBefore(node) {
+  return ancestors(node).find(({ messages }) => messages !== node.messages) ?? null;
+}
+
 // The turns of a conversation before a text, oldest first.
 export function turnsBefore(node) {
-  const before = node && ancestors(node).find(({ messages }) => messages !== node.messages);
+  const before = node && turnBefore(node);
   return before ? [...turnsBefore(before), before] : [];
+}
+
+// The parts of a text in order: its tokens, and what the reader wrote (`at` is the number of tokens before it).
+export function partsOf({ tokens, written }) {
+  const parts = tokens.map(({ text }) => ({ text }));
+  for (const part of written.toReversed()) parts.splice(part.at, 0, part);
+  return parts;
+}
+
+// The text up to a number of tokens.
+export function textOf(node, count = node.tokens.length) {
+  return partsOf({ tokens: node.tokens.slice(0, count), written: writtenIn(node, count) }).map(({ text }) => text).join("");
+}
+
+// The parts that the reader wrote, up to a number of tokens.
+export function writtenIn({ written }, count) {
+  return written.filter(({ at }) => at <= count);
+}
+
+// The text whose row continues after these tokens and written parts of `node`.
+export function sourceOf(node, count, written) {
+  return count < node.base || node.written.length > written.length ? sourceOf(node.parent, count, written) : node;
 }
 
 function same(one, other) {

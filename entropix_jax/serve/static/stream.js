@@ -21,8 +21,9 @@ export class Stream {
     return this.session.nodes.some(({ stopper }) => stopper);
   }
 
-  // Calls `begun()` when the text has started, and returns whether it did.
-  async run(node, { path, body }, begun = null) {
+  // Calls `begun()` when the text has started, and returns whether it did. `reread()` returns the request for a row that the
+  // server no longer has.
+  async run(node, { path, body }, { begun = null, reread = null } = {}) {
     node.stopper = new AbortController();
     const timing = { asked: performance.now(), before: node.tokens.length };
     let started = false;
@@ -38,10 +39,11 @@ export class Stream {
           started = true;
           const told = own.continuations?.[0] ?? own;
           if (told.row && !node.row) {
-            node.row = told.row;
+            Object.assign(node, { row: told.row, server: this.api.server });
             this.learn(node).catch(fail);
           }
           const fresh = told.tokens ?? [];
+          joinPositions(node, fresh);
           node.pending.push(...fresh);
           if (fresh.length && !timing.first) Object.assign(timing, { first: performance.now(), firsts: fresh.filter(({ type }) => type === "token").length });
           reason = told.finish_reason ?? reason;
@@ -50,14 +52,15 @@ export class Stream {
         }
       }
     } catch (error) {
-      reason = error.name === "AbortError" ? "cancelled" : "error";
-      if (reason === "error") fail(error);
+      if (reread && !started && error.code === "row_not_found") return this.run(node, reread(), { begun });
+      reason = error.name === "AbortError" ? "cancelled" : this.api.server === null ? "lost" : "error";
+      if (reason !== "cancelled") fail(error);
     }
     node.stopper = null;
     node.reason = reason;
     node.timing = { ...timing, end: performance.now() };
     this.grow();
-    const empty = reason === "error" && !node.row && !node.items.length && !node.pending.length;
+    const empty = ["error", "lost"].includes(reason) && !node.row && !node.items.length && !node.pending.length;
     if (empty) this.session.forget(node);
     return !empty;
   }
@@ -71,7 +74,7 @@ export class Stream {
     const start = node.tokens[0]?.position ?? 0;
     for (const { parent = 0, position = start, tokens, row, finish_reason: reason } of continuations.slice(1)) {
       const label = short(tokens.map(({ text }) => text).join("")) || "⟨no text⟩";
-      const next = session.add({ parent: nodes[parent], at: position - start, label, prompt: node.prompt, messages: node.messages, sampler: node.sampler, row, reason });
+      const next = session.add({ parent: nodes[parent], at: position - start, label, prompt: node.prompt, messages: node.messages, sampler: node.sampler, row, server: this.api.server, reason });
       for (const item of tokens) addItem(next, item);
       if (row) this.learn(next).catch(fail);
       nodes.push(next);
@@ -110,4 +113,11 @@ export class Stream {
   stopUnseen() {
     for (const { id, stopper } of this.session.nodes) if (!this.session.state.seen.has(id)) stopper?.abort();
   }
+}
+
+// Positions of a text's tokens follow one another, even if another row continues it.
+function joinPositions(node, fresh) {
+  if (!fresh.length) return;
+  node.shift ??= node.items.length ? node.items[0].position + node.tokens.length - fresh[0].position : 0;
+  for (const token of fresh) token.position += node.shift;
 }
