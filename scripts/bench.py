@@ -35,6 +35,7 @@ from jax import lax
 from llama_1b import LLAMA_3_2_1B
 from peers import Peer, Transformers, find_peers
 from timing import WHERE, Figures, Timed, describe_machine, seconds_of
+from tiny.weights import init_params
 
 from entropix_jax.cli.options import EXIT_OK, run_command
 from entropix_jax.engine.calibrated import calibrate_sampler
@@ -64,7 +65,7 @@ from entropix_jax.model.find import TINY
 from entropix_jax.model.linear import Weight, arranged, quantized
 from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.loading import load
-from entropix_jax.model.params import Params, init_params
+from entropix_jax.model.params import Params
 from entropix_jax.model.precision import ACTIVATIONS, AUTO, INT8, Precision, choose_precision
 from entropix_jax.sampler.calibration import generic_calibration
 from entropix_jax.sampler.mechanisms import MECHANISMS

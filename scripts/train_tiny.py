@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from tiny.corpus import encode_row, terminal_ids, write_row
 from tiny.tokenizer import build_tokenizer, tokenizer_config, tokenizer_json
+from tiny.weights import init_params
 from tiny_entropy import format_means, measure, teacher_forced
 
 from entropix_jax import Request, calibrate_sampler
@@ -37,7 +38,7 @@ from entropix_jax.model.checkpoint import save_params
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.config_file import parse_model_config
 from entropix_jax.model.loading import LanguageModel, load
-from entropix_jax.model.params import Params, count_params, init_params
+from entropix_jax.model.params import Params, count_params
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
 

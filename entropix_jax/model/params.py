@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import struct
 
 from entropix_jax.model.config import ModelConfig
@@ -112,17 +111,3 @@ def param_specs(config: ModelConfig) -> Params:
 def count_params(config: ModelConfig) -> int:
     """The number of parameters, a tied head counted once."""
     return sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(config)))
-
-
-def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype) -> Params:
-    """Random weights: norms one, biases zero, matrices normal with standard deviation 0.02."""
-    specs, tree = jax.tree.flatten(param_specs(config))
-    keys = jax.random.split(key, len(specs))
-
-    def init(spec: ParamSpec, key: jax.Array) -> jax.Array:
-        if len(spec.shape) == 1:
-            return jnp.full(spec.shape, not spec.name.endswith(".bias"), dtype)
-        return jnp.asarray(0.02 * jax.random.normal(key, spec.shape, jnp.float32), dtype)
-
-    params: Params = jax.tree.unflatten(tree, map(init, specs, keys))
-    return params
