@@ -10,8 +10,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
-
 from entropix_jax.cli.options import (
     EXIT_OK,
     Activations,
@@ -32,14 +30,14 @@ if TYPE_CHECKING:
     from entropix_jax.lab.sweep import Calibrate, Sweep
     from entropix_jax.model.loading import LanguageModel
 
-Names = Annotated[Texts, tyro.conf.arg(metavar="NAME ...", help_behavior_hint="")]
+Names = Annotated[Texts, "NAME"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """Options of `ablate`, `evaluate` and `pivots`."""
 
-    output: Annotated[str, tyro.conf.arg(metavar="DIR")]
+    output: Annotated[str, "DIR"]
     """Folder of the results. The same command resumes an interrupted run."""
     data: Folder = None
     """Folder of published files, for tasks named without a file: gsm8k_test.jsonl, svamp.json,
