@@ -63,10 +63,11 @@ def run(arguments: Arguments) -> int:
         raise UserError("--stop: stop strings must not be empty")
     if arguments.messages is not None and arguments.system is not None:
         raise UserError("--system cannot be used with --messages: put it into the messages")
-    from entropix_jax.chat.session import Session
-    from entropix_jax.engine.calibrated import calibrate_sampler
-    from entropix_jax.engine.request import Request
-    from entropix_jax.text.chat_template import plain_messages
+    with show_status("loading JAX"):
+        from entropix_jax.chat.session import Session
+        from entropix_jax.engine.calibrated import calibrate_sampler
+        from entropix_jax.engine.request import Request
+        from entropix_jax.text.chat_template import plain_messages
 
     sampler = arguments.model.choose_sampler()
     messages: Any = []
@@ -80,9 +81,8 @@ def run(arguments: Arguments) -> int:
         messages = [{"role": "system", "content": arguments.system}]
 
     name = model_name(arguments.model.model)
-    with show_status("loading the model ..."):
-        model = arguments.model.load(name)
-        calibrated = calibrate_sampler(sampler, model)
+    model = arguments.model.load(name)
+    calibrated = calibrate_sampler(sampler, model)
     for note in calibrated.notes:
         print(f"note: {note}", file=sys.stderr)
     request = Request(

@@ -1,5 +1,6 @@
 """`entropix-jax batch`: generates a file of completions for a file of prompts."""
 
+import contextlib
 import math
 import re
 import signal
@@ -96,11 +97,16 @@ def run(arguments: Arguments) -> int:
         devices=math.prod(map(int, re.findall(r"=\s*(\d+)", arguments.mesh or ""))),
     )
     traces = None if arguments.trace is None else Path(arguments.trace)
-    with cluster:
-        with deferred_interrupts(cluster.stop, _SIGNALS) as pressed:
+    with contextlib.ExitStack() as stack:
+        with show_status("connecting to Ray"):
+            stack.enter_context(cluster)
+        with (
+            show_status("starting the first actor"),
+            deferred_interrupts(cluster.stop, _SIGNALS) as pressed,
+        ):
             description = cluster.describe()
         if pressed:
-            return 128 + pressed[0]
+            return _interrupted(pressed)
         return _run(arguments, SpreadRun(cluster, traces), description)
 
 
@@ -172,8 +178,10 @@ def _run(arguments: Arguments, run: "BatchRun | SpreadRun", description: Descrip
     store = Store(arguments.output, identity)
     with deferred_interrupts(run.stop, _SIGNALS) as pressed, store:
         _run_records(arguments, run, store, total)
-    if not pressed:
-        return options.EXIT_OK
+    return _interrupted(pressed) if pressed else options.EXIT_OK
+
+
+def _interrupted(pressed: list[int]) -> int:
     print("interrupted: run the same command again to continue", file=sys.stderr)
     return 128 + pressed[0]
 
@@ -197,10 +205,11 @@ def _run_records(
 
     started = time.perf_counter()
     records = read_records(arguments.input)
-    with ProgressView(store, run, total) as view:
-        run.run(records, write, store.is_done, view.looked)
+    view = ProgressView(store, run, total)
+    with view.follow():
+        run.run(records, write, store.is_done)
     seconds = time.perf_counter() - started
-    speed = f" ({view.speed:.0f} tok/s once compiled)" if view.speed else ""
+    speed = f" ({rate:.0f} tok/s once compiled)" if (rate := view.speed.value) else ""
     failed = f" ({run.failed} of them with an error)" if run.failed else ""
     print(
         f"{_records(store.done)} done{failed} | {run.tokens} tokens in {seconds:.1f} s{speed}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from entropix_jax.cli import options
-from entropix_jax.cli.status import Speed, StatusLine, is_terminal, show_status
+from entropix_jax.cli.status import Speed, StatusLine, is_terminal, show_status, show_waits
 from entropix_jax.errors import UserError, check_range
 from entropix_jax.host.files import check_apart, check_writable, scratch_beside
 from entropix_jax.host.interrupts import EXIT_INTERRUPT, deferred_interrupts
@@ -73,10 +73,11 @@ def run(arguments: Arguments) -> int:
     """Runs the command and returns its exit status."""
     _check(arguments)
     # JAX takes most of a second to import: not before the command line is known to be good.
-    from entropix_jax.engine.api import stream
-    from entropix_jax.engine.calibrated import calibrate_sampler
-    from entropix_jax.engine.state import Recording
-    from entropix_jax.engine.trace import TraceWriter
+    with show_status("loading JAX"):
+        from entropix_jax.engine.api import stream
+        from entropix_jax.engine.calibrated import calibrate_sampler
+        from entropix_jax.engine.state import Recording
+        from entropix_jax.engine.trace import TraceWriter
 
     # A mistake in these should not wait for the model.
     sampler = arguments.model.choose_sampler()
@@ -92,9 +93,8 @@ def run(arguments: Arguments) -> int:
         top, layers = (top, layers) if top or layers else (_REPORT_TOP, True)
 
     name = options.model_name(arguments.model.model)
-    with show_status("loading the model ..."):
-        model = arguments.model.load(name)
-        calibrated = calibrate_sampler(sampler, model)
+    model = arguments.model.load(name)
+    calibrated = calibrate_sampler(sampler, model)
     status = StatusLine()
     generation = stream(
         model,
@@ -216,8 +216,8 @@ def _ask_on_terminal(arguments: Arguments, status: StatusLine) -> "Ask | None":
     from entropix_jax.cli.terminal import ask_person
 
     def ask(row: int, texts: Sequence[str]) -> int | None:
-        status.make_room()
-        return ask_person(row, texts)
+        with status.hidden():
+            return ask_person(row, texts)
 
     return ask
 
@@ -253,16 +253,15 @@ def _run(
                 screen.end_text()
                 shown += 1
 
-    status.show("compiling and reading the prompt (once that is done, Ctrl-C ends the run) ...")
-    speed = Speed(generation.seconds)
+    programs = generation.engine.programs
+    speed = Speed(lambda: generation.seconds() - programs.waited)
     try:
-        for event in generation:
-            status.clear()
-            speed.add(event.token is not None and not event.retracted)
-            take(event)
+        with show_waits(status, lambda: programs):
+            for event in generation:
+                speed.add(event.token is not None and not event.retracted)
+                take(event)
         take(*generation.interrupt())  # where Ctrl-C has ended the iteration
     finally:
-        status.clear()
         if screen is not None:
             screen.end_text()
 

@@ -44,7 +44,7 @@ def run(arguments: Arguments) -> int:
     _check_settings(trace, path)
     from entropix_jax.replay.model import ModelReader
 
-    with show_status("loading the model ..."):
+    with show_status("loading the model"):
         model = _load(arguments.model, trace, path)
     longest = max((len(lines) for lines in trace.rows.values()), default=0)
     with show_status("recomputing the tokens"):

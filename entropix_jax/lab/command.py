@@ -24,6 +24,7 @@ from entropix_jax.cli.options import (
     check_cluster,
     model_name,
 )
+from entropix_jax.cli.status import show_status
 from entropix_jax.errors import check_range, require
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ class RunOptions:
         check_backend()
         reuse_memory()
         use_compilation_cache()
-        return load(str(resolve_model(name)), self.dtype, precision=self.precision)
+        with show_status("loading the model"):
+            return load(str(resolve_model(name)), self.dtype, precision=self.precision)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +97,14 @@ def run_study(
     require("lab", "matplotlib", "pandas", "tabulate")
     check_range("--slots", options.slots, 1)
     check_cluster(options.ray, options.cpus_per_actor)
-    from entropix_jax.engine.calibrated import calibrate_sampler
-    from entropix_jax.host.cluster import Cluster
-    from entropix_jax.host.interrupts import deferred_interrupts
-    from entropix_jax.lab.results import find_differences, name_trial, read_rows
-    from entropix_jax.lab.spread import PhaseCopy
-    from entropix_jax.lab.study import Study
-    from entropix_jax.model.loading import resolve_model
+    with show_status("loading JAX"):
+        from entropix_jax.engine.calibrated import calibrate_sampler
+        from entropix_jax.host.cluster import Cluster
+        from entropix_jax.host.interrupts import deferred_interrupts
+        from entropix_jax.lab.results import find_differences, name_trial, read_rows
+        from entropix_jax.lab.spread import PhaseCopy
+        from entropix_jax.lab.study import Study
+        from entropix_jax.model.loading import resolve_model
 
     others = None if against is None else read_rows(against)
     model, folder = model_name(options.model), Path(options.output)

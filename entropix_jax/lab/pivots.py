@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from entropix_jax.cli.options import EXIT_OK, Count, File, Text, model_name
-from entropix_jax.cli.status import StatusLine
+from entropix_jax.cli.status import StatusLine, show_waits
 from entropix_jax.errors import UserError, check_range, require
 from entropix_jax.lab.command import Names, RunOptions
 from entropix_jax.version import __version__
@@ -139,14 +139,13 @@ def _measure(arguments: Arguments, tasks: Sequence[Task], sampler: Sampler, fold
     longest = max(len(question.prompt) + question.max_new_tokens for question in questions)
     capacity = min(-(-longest // 64) * 64, model.config.max_positions)
     engine = Engine(model, slots=arguments.slots, capacity=capacity, recording=RECORDING)
-    status = StatusLine()
     with (
         Store(str(folder / "tokens.jsonl"), identity) as store,
         deferred_interrupts(engine.stop, (signal.SIGINT, signal.SIGTERM)) as pressed,
+        show_waits(status := StatusLine(), lambda: engine.programs),
     ):
         for done in measure(model, engine, questions, store, sampling):
             status.show(f"{done} of {len(questions)} answers")
-        status.clear()
         if pressed:
             print("interrupted: run the same command again to continue", file=sys.stderr)
             return 128 + pressed[0]
