@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from entropix_jax.engine.results import Event, Piece
     from entropix_jax.engine.trace import TraceWriter
 
-
 _REPORT_TOP = 5  # most likely tokens that a page shows
 
 

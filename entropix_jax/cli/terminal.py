@@ -266,15 +266,16 @@ def summary(rows: "Sequence[Row]", speed: float, *more: str) -> str:
     tokens = [token for row in rows for token in row.tokens]
     regimes = Counter(token.regime for token in tokens)
     reasons = dict.fromkeys(row.finish_reason or "running" for row in rows)
+    shares = [Text(f"{MEANINGS[r]} {regimes[r] / len(tokens):.0%}") for r in REGIMES if tokens]
+    err = Console(stderr=True)
+    width = err.width if err.is_terminal else float("inf")
     parts = [
         _plural(len(tokens), "token") + (f" ({speed:.0f} tok/s)" if speed else ""),
         ", ".join(ENDS.get(reason, reason) for reason in reasons),
         ", ".join(_plural(number, noun) for noun, number in _count(rows).items()),
-        " ".join(f"{MEANINGS[r]} {regimes[r] / len(tokens):.0%}" for r in REGIMES if tokens),
+        fit(shares, " ", width).plain,
         *more,
     ]
-    err = Console(stderr=True)
-    width = err.width if err.is_terminal else float("inf")
     return fit(map(Text, filter(None, parts)), " | ", width).plain
 
 

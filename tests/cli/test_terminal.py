@@ -223,10 +223,11 @@ def test_summary(terminal: Callable[..., Screen]) -> None:
     assert summary(rows, 0).startswith(
         "14 tokens | end of text | 3 forks, 3 thoughts, 3 steps back"
     )
-    terminal(COLUMNS="80")
-    lines = summary(rows[:1], 100.0, "context 4096/4096", "seed 12").splitlines()
-    assert [line.partition(" ")[0] for line in lines] == ["8", "certain", "seed"]
-    assert max(map(len, lines)) <= 80
+    for width, starts in ((40, "8 1 certain scattered context"), (80, "8 certain seed")):
+        terminal(COLUMNS=str(width))
+        lines = summary(rows[:1], 100.0, "context 4096/4096", "seed 12").splitlines()
+        assert [line.partition(" ")[0] for line in lines] == starts.split()
+        assert max(map(len, lines)) <= width
 
 
 @pytest.mark.parametrize(
