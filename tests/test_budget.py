@@ -58,7 +58,7 @@ def sizes() -> dict[str, int]:
 # The limit, and the goal.
 LIMITS = {
     "sampler/step.py and what it imports": (1_804, 1_600),
-    "engine/decode.py and what it imports": (4_047, 4_000),
+    "engine/decode.py and what it imports": (4_032, 4_000),
     "sampler/step.py, engine/decode.py": (420, 420),
     "sampler/filters.py, sampler/draw.py": (225, 225),
     "sampler/, engine/, model/": (11_546, 10_400),

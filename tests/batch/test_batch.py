@@ -1,7 +1,5 @@
 """The batch command: results of a file of prompts, errors, interrupts and several processes."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json

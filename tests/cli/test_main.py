@@ -1,7 +1,5 @@
 """The command line: output, exit status, trace, and errors."""
 
-from __future__ import annotations
-
 import ast
 import io
 import json

@@ -1,7 +1,5 @@
 """Progress and speed of runs."""
 
-from __future__ import annotations
-
 from unittest.mock import Mock
 
 import pytest

@@ -1,7 +1,5 @@
 """Text output on a pseudo-terminal, and without a terminal."""
 
-from __future__ import annotations
-
 import io
 import os
 import re
