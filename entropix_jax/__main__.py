@@ -1,8 +1,11 @@
 """The command `entropix-jax`, also as `python -m entropix_jax`."""
 
 import importlib
+import os
 import sys
+import threading
 from collections.abc import Sequence
+from typing import NoReturn
 
 from entropix_jax.errors import UserError, nearest
 from entropix_jax.host.interrupts import exit_at_once
@@ -34,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None:
         exit_at_once()
+        # XLA logs slow compilations as errors. Real ones are exceptions of Python, too.
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         argv = sys.argv[1:]
     name, *arguments = argv or [""]
     from entropix_jax.cli.options import run_command
@@ -42,9 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
-    if name in COMMANDS:
-        from entropix_jax.cli.options import parse
+    from entropix_jax.cli.options import EXIT_USAGE, parse
 
+    if name in COMMANDS:
         module = importlib.import_module(f"entropix_jax.{COMMANDS[name][0]}")
         options = getattr(module, "Arguments", None)
         prog = f"entropix-jax {name}"
@@ -53,15 +58,22 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     if name == "--version":
         print(f"entropix-jax {__version__}")
         return 0
-    if name in ("-h", "--help"):
+    if name in ("", "-h", "--help"):
         print("usage: entropix-jax COMMAND [OPTIONS]\n")
         for command, (_, purpose) in COMMANDS.items():
             print(f"  {command:<10} {purpose}")
         print("\nentropix-jax COMMAND --help lists the options of a command.")
-        return 0
-    problem = f"no command '{name}'" if name else "no command given"
-    raise UserError(f"{problem}{nearest(name, [*COMMANDS])} (see entropix-jax --help)")
+        return 0 if name else EXIT_USAGE
+    raise UserError(f"no command '{name}'{nearest(name, [*COMMANDS])} (see entropix-jax --help)")
+
+
+def program() -> NoReturn:
+    """Runs the command line of the process, and exits, even if a program is still compiled."""
+    status = main()
+    if threading.active_count() > 1:
+        os._exit(status)  # nothing else ends the compiler
+    sys.exit(status)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

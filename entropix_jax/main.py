@@ -2,8 +2,8 @@
 
 import sys
 
-from entropix_jax.__main__ import main
+from entropix_jax.__main__ import program
 
 if __name__ == "__main__":
     sys.argv.insert(1, "generate")
-    sys.exit(main())
+    program()

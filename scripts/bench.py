@@ -35,7 +35,7 @@ from jax import lax
 from llama_1b import LLAMA_3_2_1B
 from peers import Peer, Transformers, find_peers
 from timing import WHERE, Figures, Timed, describe_machine, seconds_of
-from tiny import init_params
+from tiny.weights import init_params
 
 from entropix_jax.cli.options import EXIT_OK, run_command
 from entropix_jax.engine.calibrated import calibrate_sampler

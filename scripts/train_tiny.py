@@ -21,9 +21,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tiny import init_params
 from tiny.corpus import encode_row, terminal_ids, write_row
 from tiny.tokenizer import build_tokenizer, tokenizer_config, tokenizer_json
+from tiny.weights import init_params
 from tiny_entropy import format_means, measure, teacher_forced
 
 from entropix_jax import Request, calibrate_sampler

@@ -1,7 +1,5 @@
 """Batch input: records of JSON Lines or CSV, from a path, a URL or standard input."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

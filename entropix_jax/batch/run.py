@@ -1,7 +1,5 @@
 """Runs records through the engine and hands out their results."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json
@@ -16,6 +14,7 @@ from entropix_jax.batch.records import BadRecord, Record, content_hash, read_rec
 from entropix_jax.batch.storage import local_path
 from entropix_jax.engine.calibrated import CalibratedSampler, calibrate_sampler
 from entropix_jax.engine.loop import Engine
+from entropix_jax.engine.programs import Programs
 from entropix_jax.engine.records import check_recording
 from entropix_jax.engine.request import Request, padded_ids
 from entropix_jax.engine.results import Row, Rows
@@ -59,10 +58,12 @@ class EngineRun:
 
     engine: Engine
 
+    tokens = 0  # committed ones
+
     @property
-    def begun(self) -> bool:
-        """Whether the first step, which waits for the compiler, is done."""
-        return self.engine.steps > 1
+    def programs(self) -> Programs:
+        """The engine's programs, which say what the run waits for."""
+        return self.engine.programs
 
     @property
     def usage(self) -> str:
@@ -114,17 +115,16 @@ class BatchRun(EngineRun):
         records: Iterable[Record | BadRecord | None],
         write: Write,
         is_done: Callable[[Record | BadRecord], bool] = lambda record: False,
-        looked: Callable[[], None] = lambda: None,
     ) -> None:
         """Runs the records, read as slots become free, and passes each result to `write`, in order
         of completion. None stands for no record yet, and ends the run if no row runs.
 
         A record that cannot be run has an `error` as its result. After `stop`, unfinished rows have
-        none. `looked` is called after each token and each record.
+        none.
         """
 
         def requests() -> Iterator[Request | None]:
-            for record in self._read(iter(records), looked):
+            for record in self._read(iter(records)):
                 if record is None:
                     yield None
                     continue
@@ -146,7 +146,6 @@ class BatchRun(EngineRun):
             if event.row.finish_reason is not None:
                 self.failed += event.row.error is not None
                 write(event.row.request.tag, self._result(event.row))
-            looked()
 
     def stop(self) -> None:
         """Ends the run after the current event. Safe to call in a signal handler."""
@@ -156,11 +155,10 @@ class BatchRun(EngineRun):
             raise _Stopped
 
     def _read(
-        self, records: Iterator[Record | BadRecord | None], looked: Callable[[], None]
+        self, records: Iterator[Record | BadRecord | None]
     ) -> Iterator[Record | BadRecord | None]:
         """The records until `stop`, which may leave a blocked read."""
         while True:
-            looked()
             try:
                 self._reading = True
                 record = next(iter(()) if self._stopping else records)

@@ -1,7 +1,6 @@
 """A batch on a Ray cluster: what its actors run, and the run as the command sees it."""
 
-from __future__ import annotations
-
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,12 +32,15 @@ class HostedBatch:
 
 
 class SpreadRun:
-    """A run of records on a cluster, with the parts of a `BatchRun` that commands use."""
+    """A run of records on a cluster, with the parts of a `BatchRun` that commands use. As its own
+    `programs` it says what it waits for."""
 
     def __init__(self, cluster: Cluster, traces: Path | None = None) -> None:
         """`traces` is the folder of the records' traces, if wanted."""
         self.tokens = self.failed = 0
         self._cluster = cluster
+        self.programs, self.waited = self, 0.0
+        self._last = time.monotonic()  # time of the last result, or of the start
         self._traces = traces
 
     def run(
@@ -46,7 +48,6 @@ class SpreadRun:
         records: Iterable[Record | BadRecord],
         write: Write,
         is_done: Callable[[Record | BadRecord], bool],
-        looked: Callable[[], None],
     ) -> None:
         """Runs the records; see `BatchRun.run`."""
 
@@ -56,18 +57,19 @@ class SpreadRun:
                     scratch.write_text(trace, encoding="utf-8")
             self.tokens += result.get("tokens", 0)
             self.failed += "error" in result
+            self._last = time.monotonic()
             write(record, result)
 
         def fail(record: Any, problem: str) -> None:
             finish(record, {"error": problem, "finish_reason": "error"})
 
         todo = (record for record in records if not is_done(record))
-        self._cluster.run(todo, finish, fail, looked)
+        self._cluster.run(todo, finish, fail)
 
     @property
-    def begun(self) -> bool:
-        """Whether there is a result."""
-        return self._cluster.results > 0
+    def waits(self) -> tuple[str, float]:
+        """Description of the wait for actors and the next result, with its start."""
+        return f"waiting for results of {self._cluster.summary}", self._last
 
     @property
     def usage(self) -> str:

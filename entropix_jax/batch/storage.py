@@ -1,7 +1,5 @@
 """Files of a batch, on this machine or in an object store, through fsspec."""
 
-from __future__ import annotations
-
 import io
 import sys
 from collections.abc import Iterable, Iterator

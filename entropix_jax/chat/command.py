@@ -1,6 +1,5 @@
 """`entropix-jax chat`: a conversation in the terminal."""
 
-import itertools
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 from entropix_jax.cli.options import (
     Count,
     File,
-    Flag,
     Highlight,
     ModelOptions,
     OptionalCount,
@@ -52,7 +50,7 @@ class Arguments:
     """Maximum tokens in the conversation (default: the model's positions, at most 4096)."""
     highlight: Highlight = "regimes"
     """Colour each token by its regime, or only forks and steps back."""
-    quiet: Flag = False
+    quiet: bool = False
     """Do not print statistics after each answer."""
 
 
@@ -61,15 +59,15 @@ def run(arguments: Arguments) -> int:
     # A mistake in these should not wait for JAX, or the model.
     check_range("--max-new-tokens", arguments.max_new_tokens, 1)
     check_range("--context", arguments.context, 2)
-    stop = [*itertools.chain(*arguments.stop)]
-    if not all(stop):
+    if not all(arguments.stop):
         raise UserError("--stop: stop strings must not be empty")
     if arguments.messages is not None and arguments.system is not None:
         raise UserError("--system cannot be used with --messages: put it into the messages")
-    from entropix_jax.chat.session import Session
-    from entropix_jax.engine.calibrated import calibrate_sampler
-    from entropix_jax.engine.request import Request
-    from entropix_jax.text.chat_template import plain_messages
+    with show_status("loading JAX"):
+        from entropix_jax.chat.session import Session
+        from entropix_jax.engine.calibrated import calibrate_sampler
+        from entropix_jax.engine.request import Request
+        from entropix_jax.text.chat_template import plain_messages
 
     sampler = arguments.model.choose_sampler()
     messages: Any = []
@@ -83,9 +81,8 @@ def run(arguments: Arguments) -> int:
         messages = [{"role": "system", "content": arguments.system}]
 
     name = model_name(arguments.model.model)
-    with show_status("loading the model ..."):
-        model = arguments.model.load(name)
-        calibrated = calibrate_sampler(sampler, model)
+    model = arguments.model.load(name)
+    calibrated = calibrate_sampler(sampler, model)
     for note in calibrated.notes:
         print(f"note: {note}", file=sys.stderr)
     request = Request(
@@ -94,7 +91,7 @@ def run(arguments: Arguments) -> int:
         max_new_tokens=arguments.max_new_tokens,
         seed=arguments.seed,
         eos_ids=model.end_ids(chat=True),
-        stop=stop,
+        stop=arguments.stop,
     )
     context = choose_context(arguments.context, model.config, _MAX_CONTEXT)
     shown = arguments.quiet, arguments.highlight == "actions"

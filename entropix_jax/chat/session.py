@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from entropix_jax.cli.options import EXIT_OK, ModelOptions
-from entropix_jax.cli.status import Speed, StatusLine, is_terminal
+from entropix_jax.cli.status import Speed, StatusLine, is_terminal, show_waits
 from entropix_jax.cli.terminal import TextScreen, print_legend, summary
 from entropix_jax.engine.api import Generation
 from entropix_jax.engine.calibrated import calibrate_sampler
@@ -155,17 +155,16 @@ class Session:
         status = StatusLine()
         screen = TextScreen(status, actions=self.actions)
 
-        status.show("compiling and reading ... (Ctrl-C stops it)")
-        self._running = row
-        speed = Speed(generation.seconds)
+        self._running, programs = row, self._engine.programs
+        speed = Speed(lambda: generation.seconds() - programs.waited)
         try:
-            for events in (generation.__iter__, generation.interrupt):
-                for event in events():
-                    speed.add(event.token is not None and not event.retracted)
-                    for piece in event.pieces:
-                        screen.show(piece.text, piece.token)
+            with show_waits(status, lambda: programs):
+                for events in (generation.__iter__, generation.interrupt):
+                    for event in events():
+                        speed.add(event.token is not None and not event.retracted)
+                        for piece in event.pieces:
+                            screen.show(piece.text, piece.token)
         finally:
-            status.clear()
             screen.end_text()
         if row.error is not None:
             raise UserError(row.error)

@@ -1,5 +1,6 @@
 """`entropix-jax batch`: generates a file of completions for a file of prompts."""
 
+import contextlib
 import math
 import re
 import signal
@@ -12,21 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
-
-from entropix_jax.cli.options import (
-    EXIT_OK,
-    Count,
-    Flag,
-    ModelOptions,
-    OptionalCount,
-    RayAddress,
-    TextOptions,
-    check_cluster,
-    model_name,
-    option,
-)
-from entropix_jax.cli.status import ProgressView
+from entropix_jax.cli import options
+from entropix_jax.cli.status import ProgressView, show_status
 from entropix_jax.errors import UserError, check_range
 from entropix_jax.host.interrupts import deferred_interrupts
 from entropix_jax.version import __version__
@@ -56,31 +44,31 @@ class Arguments:
         --input prompts.jsonl --output answers.jsonl
     """
 
-    input: Annotated[str, tyro.conf.arg(metavar="ADDRESS")]
+    input: Annotated[str, "ADDRESS"]
     """File of records; - for JSON Lines from standard input."""
-    output: Annotated[str, tyro.conf.arg(metavar="ADDRESS")]
+    output: Annotated[str, "ADDRESS"]
     """File of results."""
-    model: ModelOptions = field(default_factory=ModelOptions)
-    text: TextOptions = field(default_factory=TextOptions)
-    slots: Count = 32
+    model: options.ModelOptions = field(default_factory=options.ModelOptions)
+    text: options.TextOptions = field(default_factory=options.TextOptions)
+    slots: options.Count = 32
     """Number of rows that run in parallel."""
-    context: OptionalCount = None
+    context: options.OptionalCount = None
     """Maximum tokens of a row, prompt included (default: the model's positions, at most 2048)."""
-    mesh: Annotated[str | None, option("data=N,model=M")] = None
+    mesh: Annotated[str | None, "data=N,model=M"] = None
     """Mesh of devices: rows are split over data, each row's heads and matrices over model (default:
     all devices on data)."""
-    trace: Annotated[str | None, option("DIR")] = None
+    trace: Annotated[str | None, "DIR"] = None
     """Write the trace of each record to this folder."""
-    trace_top: Count = 0
+    trace_top: options.Count = 0
     """Record this many of the most likely tokens at each position of the traces."""
-    trace_layers: Flag = False
+    trace_layers: bool = False
     """Add the attention entropy of each layer and head to each token of the traces."""
-    ray: RayAddress = None
+    ray: options.RayAddress = None
     """Run on all nodes of the Ray cluster with this head (default: that of RAY_ADDRESS or of this
     machine, else a new one on this machine)."""
-    cpus_per_actor: OptionalCount = None
+    cpus_per_actor: options.OptionalCount = None
     """With --ray: cores of a process on a node without accelerators (default: all of the node)."""
-    strict: Flag = False
+    strict: bool = False
     """Stop at the first record that cannot run instead of writing an error as its result."""
 
 
@@ -109,28 +97,34 @@ def run(arguments: Arguments) -> int:
         devices=math.prod(map(int, re.findall(r"=\s*(\d+)", arguments.mesh or ""))),
     )
     traces = None if arguments.trace is None else Path(arguments.trace)
-    with cluster:
-        with deferred_interrupts(cluster.stop, _SIGNALS) as pressed:
+    with contextlib.ExitStack() as stack:
+        with show_status("connecting to Ray"):
+            stack.enter_context(cluster)
+        with (
+            show_status("starting the first actor"),
+            deferred_interrupts(cluster.stop, _SIGNALS) as pressed,
+        ):
             description = cluster.describe()
         if pressed:
-            return 128 + pressed[0]
+            return _interrupted(pressed)
         return _run(arguments, SpreadRun(cluster, traces), description)
 
 
 def _prepare(arguments: Arguments, traces: str | None) -> "tuple[BatchRun, Description]":
     """Loads the model. Returns the run, with its notes and everything that its results depend
     on."""
-    import jax
+    with show_status("loading JAX"):
+        import jax
 
-    from entropix_jax.batch.run import BatchRun, Defaults
-    from entropix_jax.engine.state import Recording
-    from entropix_jax.model.loading import check_backend
-    from entropix_jax.model.mesh import parse_mesh
-    from entropix_jax.sampler.presets import code_identity
+        from entropix_jax.batch.run import BatchRun, Defaults
+        from entropix_jax.engine.state import Recording
+        from entropix_jax.model.loading import check_backend
+        from entropix_jax.model.mesh import parse_mesh
+        from entropix_jax.sampler.presets import code_identity
 
     # Whether everything fits, before anything large is loaded.
     sampler = arguments.model.choose_sampler()
-    name = model_name(arguments.model.model)
+    name = options.model_name(arguments.model.model)
     check_backend()
     mesh = parse_mesh(arguments.mesh, jax.local_devices())
     slots = arguments.slots
@@ -184,8 +178,10 @@ def _run(arguments: Arguments, run: "BatchRun | SpreadRun", description: Descrip
     store = Store(arguments.output, identity)
     with deferred_interrupts(run.stop, _SIGNALS) as pressed, store:
         _run_records(arguments, run, store, total)
-    if not pressed:
-        return EXIT_OK
+    return _interrupted(pressed) if pressed else options.EXIT_OK
+
+
+def _interrupted(pressed: list[int]) -> int:
     print("interrupted: run the same command again to continue", file=sys.stderr)
     return 128 + pressed[0]
 
@@ -209,10 +205,11 @@ def _run_records(
 
     started = time.perf_counter()
     records = read_records(arguments.input)
-    with ProgressView(store, run, total) as view:
-        run.run(records, write, store.is_done, view.looked)
+    view = ProgressView(store, run, total)
+    with view.follow():
+        run.run(records, write, store.is_done)
     seconds = time.perf_counter() - started
-    speed = f" ({view.speed:.0f} tok/s once compiled)" if view.speed else ""
+    speed = f" ({rate:.0f} tok/s once compiled)" if (rate := view.speed.value) else ""
     failed = f" ({run.failed} of them with an error)" if run.failed else ""
     print(
         f"{_records(store.done)} done{failed} | {run.tokens} tokens in {seconds:.1f} s{speed}"
@@ -232,7 +229,7 @@ def _check(arguments: Arguments) -> None:
     check_range("--context", arguments.context, 2, _LARGEST)
     check_range("--max-new-tokens", arguments.text.max_new_tokens, 1, _LARGEST)
     check_range("--trace-top", arguments.trace_top, 0, _LARGEST)
-    check_cluster(arguments.ray, arguments.cpus_per_actor)
+    options.check_cluster(arguments.ray, arguments.cpus_per_actor)
     if (arguments.trace_top or arguments.trace_layers) and arguments.trace is None:
         raise UserError("--trace-top and --trace-layers need --trace DIR")
     if "://" in (arguments.trace or ""):

@@ -7,22 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from entropix_jax.cli.options import (
-    EXIT_OK,
-    Count,
-    File,
-    Flag,
-    Highlight,
-    ModelOptions,
-    Text,
-    TextOptions,
-    model_name,
-    option,
-    print_json,
-    read_input,
-    read_messages,
-)
-from entropix_jax.cli.status import Speed, StatusLine, is_terminal, show_status
+from entropix_jax.cli import options
+from entropix_jax.cli.status import Speed, StatusLine, is_terminal, show_status, show_waits
 from entropix_jax.errors import UserError, check_range
 from entropix_jax.host.files import check_apart, check_regular, check_writable, scratch_beside
 from entropix_jax.host.interrupts import EXIT_INTERRUPT, deferred_interrupts
@@ -32,7 +18,6 @@ if TYPE_CHECKING:
     from entropix_jax.engine.request import Ask
     from entropix_jax.engine.results import Event, Piece
     from entropix_jax.engine.trace import TraceWriter
-
 
 _REPORT_TOP = 5  # most likely tokens that a page shows
 
@@ -47,39 +32,39 @@ class Arguments:
         --prompt "The sky is" --report run.html
     """
 
-    prompt: Text = None
+    prompt: options.Text = None
     """The prompt."""
-    prompt_file: File = None
+    prompt_file: options.File = None
     """Read the prompt from a file, - for standard input. One final line break is dropped."""
-    messages: File = None
+    messages: options.File = None
     """Read a conversation from a JSON file, - for standard input: a list of {"role": ...,
     "content": ...}."""
-    model: ModelOptions = field(default_factory=ModelOptions)
-    text: TextOptions = field(default_factory=TextOptions)
-    samples: Count = 1
+    model: options.ModelOptions = field(default_factory=options.ModelOptions)
+    text: options.TextOptions = field(default_factory=options.TextOptions)
+    samples: options.Count = 1
     """Number of texts to generate from the prompt, in parallel."""
-    method: Text = None
+    method: options.Text = None
     """Generate several continuations and choose one: self-consistency, weighted-vote, best-of-n,
     surest-of-n, dts, dts-greedy, eager or beam. The tree goes to standard error."""
-    forks: Count = 8
+    forks: options.Count = 8
     """Maximum number of continuations of a --method, at most 32."""
-    vote: Flag = False
+    vote: bool = False
     """Choose the most frequent answer. An answer is the last number, else the last line."""
-    highlight: Highlight = "regimes"
+    highlight: options.Highlight = "regimes"
     """On a terminal, colour each token by its regime, or only forks and steps back."""
     format: Literal["text", "json"] = "text"
     """text: print the text as it is generated. json: print one object per sample at the end."""
-    ask: Flag = False
+    ask: bool = False
     """On a terminal, ask which branch to take if the two best scores are within the margin."""
-    verbose: Flag = False
+    verbose: bool = False
     """Print the means of the metrics at the end."""
-    trace: File = None
+    trace: options.File = None
     """Write a trace: JSON Lines, one object per token."""
-    trace_top: Count = 0
+    trace_top: options.Count = 0
     """Record this many of the most likely tokens at each position of the trace."""
-    trace_layers: Flag = False
+    trace_layers: bool = False
     """Record the attention entropy of each layer and head at each position of the trace."""
-    report: Annotated[str | None, option("FILE.html")] = None
+    report: Annotated[str | None, "FILE.html"] = None
     """Write a web page of the run. By default it has the five most likely tokens and all layers."""
 
 
@@ -87,10 +72,11 @@ def run(arguments: Arguments) -> int:
     """Runs the command and returns its exit status."""
     _check(arguments)
     # JAX takes most of a second to import: not before the command line is known to be good.
-    from entropix_jax.engine.api import stream
-    from entropix_jax.engine.calibrated import calibrate_sampler
-    from entropix_jax.engine.state import Recording
-    from entropix_jax.engine.trace import TraceWriter
+    with show_status("loading JAX"):
+        from entropix_jax.engine.api import stream
+        from entropix_jax.engine.calibrated import calibrate_sampler
+        from entropix_jax.engine.state import Recording
+        from entropix_jax.engine.trace import TraceWriter
 
     # A mistake in these should not wait for the model.
     sampler = arguments.model.choose_sampler()
@@ -105,10 +91,9 @@ def run(arguments: Arguments) -> int:
         check_report(Path(arguments.report), *inputs)
         top, layers = (top, layers) if top or layers else (_REPORT_TOP, True)
 
-    name = model_name(arguments.model.model)
-    with show_status("loading the model ..."):
-        model = arguments.model.load(name)
-        calibrated = calibrate_sampler(sampler, model)
+    name = options.model_name(arguments.model.model)
+    model = arguments.model.load(name)
+    calibrated = calibrate_sampler(sampler, model)
     status = StatusLine()
     generation = stream(
         model,
@@ -195,10 +180,10 @@ def _check(arguments: Arguments) -> None:
 def _read_prompt(arguments: Arguments) -> Any:
     """The prompt's text, or the decoded file of messages."""
     if arguments.prompt_file is not None:
-        return read_input(arguments.prompt_file, "--prompt")
+        return options.read_input(arguments.prompt_file, "--prompt")
     if arguments.messages is None:
         return arguments.prompt
-    messages = read_messages(arguments.messages)
+    messages = options.read_messages(arguments.messages)
     return [messages] if isinstance(messages, str) else messages  # a text alone is a prompt
 
 
@@ -230,8 +215,8 @@ def _ask_on_terminal(arguments: Arguments, status: StatusLine) -> "Ask | None":
     from entropix_jax.cli.terminal import ask_person
 
     def ask(row: int, texts: Sequence[str]) -> int | None:
-        status.make_room()
-        return ask_person(row, texts)
+        with status.hidden():
+            return ask_person(row, texts)
 
     return ask
 
@@ -267,22 +252,21 @@ def _run(
                 screen.end_text()
                 shown += 1
 
-    status.show("compiling and reading the prompt (once that is done, Ctrl-C ends the run) ...")
-    speed = Speed(generation.seconds)
+    programs = generation.engine.programs
+    speed = Speed(lambda: generation.seconds() - programs.waited)
     try:
-        for event in generation:
-            status.clear()
-            speed.add(event.token is not None and not event.retracted)
-            take(event)
+        with show_waits(status, lambda: programs):
+            for event in generation:
+                speed.add(event.token is not None and not event.retracted)
+                take(event)
         take(*generation.interrupt())  # where Ctrl-C has ended the iteration
     finally:
-        status.clear()
         if screen is not None:
             screen.end_text()
 
     if screen is None:
         for index, row in enumerate(rows):
-            print_json(
+            options.print_json(
                 {
                     "row": index,
                     **row.to_json(),
@@ -302,4 +286,4 @@ def _run(
         hint = "" if arguments.model.check else " (--check looks for them in the weights)"
         raise UserError("; ".join(messages) + hint)
     interrupted = any(row.finish_reason == "interrupt" for row in rows)
-    return EXIT_INTERRUPT if interrupted else EXIT_OK
+    return EXIT_INTERRUPT if interrupted else options.EXIT_OK

@@ -7,17 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from entropix_jax.cli.options import (
-    EXIT_OK,
-    Count,
-    File,
-    Flag,
-    ModelOptions,
-    Text,
-    model_name,
-    print_json,
-    read_input,
-)
+from entropix_jax.cli import options
 from entropix_jax.errors import UserError, check_range
 from entropix_jax.names import MEANINGS, REGIMES
 
@@ -42,16 +32,16 @@ class Arguments:
         --text "The capital of France is Paris."
     """
 
-    text: Text = None
+    text: options.Text = None
     """The text."""
-    text_file: File = None
+    text_file: options.File = None
     """Read the text from a file, - for standard input, as --prompt-file of generate."""
-    model: ModelOptions = field(default_factory=ModelOptions)
-    context: Count = 0
+    model: options.ModelOptions = field(default_factory=options.ModelOptions)
+    context: options.Count = 0
     """Context length in tokens; 0: 1024, or the model's positions if fewer."""
-    top: Count = 0
+    top: options.Count = 0
     """Record this many of the most likely tokens at each position (with --format json)."""
-    layers: Flag = False
+    layers: bool = False
     """Add the attention entropy of each layer and head to each token (with --format json)."""
     format: Literal["table", "text", "json"] = "table"
     """table: a line per token. text: the text coloured by regime. json: JSON Lines, all metrics."""
@@ -66,7 +56,7 @@ def run(arguments: Arguments) -> int:
     from entropix_jax.engine.trace import header
 
     sampler = arguments.model.choose_sampler()
-    name = model_name(arguments.model.model)
+    name = options.model_name(arguments.model.model)
     model = arguments.model.load(name)
     calibrated = calibrate_sampler(sampler, model)
     ids = model.tokenizer.encode(text, add_bos=True)
@@ -82,23 +72,23 @@ def run(arguments: Arguments) -> int:
     sums: Counter[str] = Counter()
     tokens = _add_up(scored, sums)
     if arguments.format == "json":
-        print_json(header(model, calibrated, ids[:1], seed=None, name=name))
+        options.print_json(header(model, calibrated, ids[:1], seed=None, name=name))
         for token in tokens:
-            print_json(token.to_json())
+            options.print_json(token.to_json())
     else:
         _print_tokens(tokens, table=arguments.format == "table")
     count = sums["tokens"]
     means = {name: sums[name] / count for name in ("bits_per_token", "entropy", "varentropy")}
     if arguments.format == "json":
         regimes = {regime: sums[regime] for regime in REGIMES}
-        print_json({"type": "footer", "tokens": count, **means, "regimes": regimes})
+        options.print_json({"type": "footer", "tokens": count, **means, "regimes": regimes})
     shares = " ".join(f"{MEANINGS[regime]} {sums[regime] / count:.0%}" for regime in REGIMES)
     print(
         f"{count} token{'' if count == 1 else 's'} | {means['bits_per_token']:.3f} bits a token, "
         f"{means['entropy']:.3f} expected | {shares}",
         file=sys.stderr,
     )
-    return EXIT_OK
+    return options.EXIT_OK
 
 
 def _read_text(arguments: Arguments) -> str:
@@ -110,7 +100,7 @@ def _read_text(arguments: Arguments) -> str:
         raise UserError("--top and --layers need --format json")
     text = arguments.text
     if arguments.text_file is not None:
-        text = read_input(arguments.text_file, "--text")
+        text = options.read_input(arguments.text_file, "--text")
     if not text:
         raise UserError("the text is empty")
     return text

@@ -1,12 +1,12 @@
 """Shared by all commands: argument parsing, exit statuses, and errors of one line."""
 
+import argparse
 import contextlib
 import difflib
 import errno
 import gc
 import inspect
 import io
-import itertools
 import json
 import os
 import shutil
@@ -14,13 +14,13 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args, get_type_hints
 
 import docstring_parser
-import tyro
 
+from entropix_jax.cli.status import show_status
 from entropix_jax.errors import Note, UserError, check_range, printable
 from entropix_jax.host.cluster import ANY
 from entropix_jax.host.files import decode_text, read_text
@@ -43,33 +43,22 @@ _WIDEST_HELP = 100
 _MAX_CONTEXT = 2048  # cache positions of a row of many, by default
 _OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
-
-def option(metavar: str, constructor: Any = str, **settings: Any) -> Any:
-    """An option that may be absent. With the constructor, the text "None" is text."""
-    return tyro.conf.arg(
-        metavar=metavar, constructor=constructor, help_behavior_hint="", **settings
-    )
-
-
-# Types of options, for the fields of a command's arguments.
-Text = Annotated[str | None, option("TEXT")]
-File = Annotated[str | None, option("FILE")]
-Folder = Annotated[str | None, option("DIR")]
-Model = Annotated[str | None, option("MODEL")]
-Module = Annotated[str | None, option("MODULE")]
-RayAddress = Annotated[str | None, option("[HOST:PORT]")]
-_Weights = Literal["bfloat16", "float32", "int8"]
-_Activations = Literal["auto", "float32", "bfloat16"]
-_weights = option("{bfloat16,float32,int8}", _Weights, aliases=["--weights"])
-Dtype = Annotated[_Weights | None, _weights]
-Activations = Annotated[_Activations, option("{auto,float32,bfloat16}", _Activations)]
-Count = Annotated[int, tyro.conf.arg(metavar="N")]
-OptionalCount = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
-Number = Annotated[float | None, option("X", float)]
-Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
+# Types of options, for the fields of a command's arguments. Their metadata are arguments of
+# `add_argument`, or the placeholder of the value.
+Text = Annotated[str | None, "TEXT"]
+File = Annotated[str | None, "FILE"]
+Folder = Annotated[str | None, "DIR"]
+Model = Annotated[str | None, "MODEL"]
+Module = Annotated[str | None, "MODULE"]
+RayAddress = Annotated[str | None, {"metavar": "HOST:PORT", "nargs": "?", "const": ANY}]
+Dtype = Annotated[Literal["bfloat16", "float32", "int8"] | None, {"aliases": ["--weights"]}]
+Activations = Literal["auto", "float32", "bfloat16"]
+Count = Annotated[int, "N"]
+OptionalCount = Annotated[int | None, "N"]
+Number = Annotated[float | None, "X"]
+Texts = Annotated[Sequence[str], "TEXT"]
+Positional = Annotated[str, {"positional": True}]
 _BASE = ("temperature", "top_p", "top_k", "min_p")  # keys of `base` with options of their own
-_several = tyro.conf.arg(metavar="TEXT ...", help_behavior_hint="")
-Texts = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction, _several]
 
 
 @dataclass(frozen=True)
@@ -79,10 +68,10 @@ class ModelOptions:
     model: Model = None
     """smollm2, tiny, a folder in the Hugging Face layout, a GGUF file, or a hub id owner/name
     (default: smollm2 if its package is installed, else tiny)."""
-    sampler: Annotated[str, tyro.conf.arg(metavar="PRESET_OR_FILE")] = "entropix"
+    sampler: Annotated[str, "PRESET_OR_FILE"] = "entropix"
     """A preset (entropix, greedy, temperature, top-p, min-p, ...; an unknown name lists them all),
     or a sampler file that ends in .toml."""
-    set: Annotated[Texts, tyro.conf.arg(metavar="sampler.KEY=VALUE ...")] = ()
+    set: Annotated[Texts, "sampler.KEY=VALUE"] = ()
     """Change settings of the sampler."""
     temperature: Number = None
     """The same as --set sampler.base.temperature=X, from which the arms start; likewise the next
@@ -102,7 +91,7 @@ class ModelOptions:
     """Dtype of hidden states and, except on a CPU, of the cache. auto: that of the weights, on a
     CPU only if it multiplies bfloat16, else float32. With float32 a row's tokens rarely depend on
     its batch."""
-    check: Flag = False
+    check: bool = False
     """Check all weights for NaN and infinity. An error names the tensor."""
 
     @property
@@ -110,12 +99,12 @@ class ModelOptions:
         """The settings of --set, after those of --temperature, --top-p, --top-k and --min-p."""
         base = ((name, getattr(self, name)) for name in _BASE)
         short = (f"sampler.base.{name}={value}" for name, value in base if value is not None)
-        return (*short, *itertools.chain(*self.set))
+        return (*short, *self.set)
 
     def with_settings(self, *settings: str) -> "ModelOptions":
         """Returns options with these settings of the sampler and no others."""
         base: dict[str, Any] = dict.fromkeys(_BASE)
-        return replace(self, set=(settings,), **base)
+        return replace(self, set=settings, **base)
 
     def check_names(self) -> None:
         """Raises UserError for an unknown model, preset or setting. Imports no JAX."""
@@ -145,13 +134,14 @@ class ModelOptions:
 
     def load(self, name: str, mesh: "Mesh | None" = None) -> "LanguageModel":
         """Loads the model of a name. Its programs are kept in the user's cache folder."""
-        from entropix_jax.host.compile_cache import use_compilation_cache
-        from entropix_jax.host.heap import reuse_memory
-        from entropix_jax.model.loading import load
+        with show_status("loading the model"):
+            from entropix_jax.host.compile_cache import use_compilation_cache
+            from entropix_jax.host.heap import reuse_memory
+            from entropix_jax.model.loading import load
 
-        reuse_memory()
-        use_compilation_cache()
-        return load(name, self.dtype, mesh, precision=self.precision, check=self.check)
+            reuse_memory()
+            use_compilation_cache()
+            return load(name, self.dtype, mesh, precision=self.precision, check=self.check)
 
     def choose_sampler(self) -> "Sampler":
         """The sampler with its changed settings; UserError if one is wrong."""
@@ -172,17 +162,17 @@ class TextOptions:
     """Maximum number of tokens to generate."""
     seed: Count = 0
     """Seed of all random numbers."""
-    chat: Flag = False
+    chat: bool = False
     """Send the prompt as a user message in a chat (default for Instruct models)."""
-    no_chat: Flag = False
+    no_chat: bool = False
     """Continue the prompt as plain text (default for other models)."""
     system: Text = None
     """A system message for the chat."""
     stop: Texts = ()
     """Stop strings. They end the text and are removed from it."""
-    ignore_eos: Flag = False
+    ignore_eos: bool = False
     """Continue past end tokens."""
-    escape_special: Flag = False
+    escape_special: bool = False
     """Encode control tokens such as <|im_end|> in the prompt as ordinary text, so that it cannot
     end a turn."""
 
@@ -191,7 +181,7 @@ class TextOptions:
         if self.chat and self.no_chat:
             raise UserError("give only one of --chat and --no-chat")
         check_range("--max-new-tokens", self.max_new_tokens, 1)
-        if not all(map(all, self.stop)):
+        if not all(self.stop):
             raise UserError("--stop: stop strings must not be empty")
 
     def values(self) -> dict[str, Any]:
@@ -199,16 +189,7 @@ class TextOptions:
         values = dict(vars(self))
         is_plain = values.pop("no_chat")
         chat = True if self.chat else False if is_plain else None
-        return {**values, "chat": chat, "stop": [*itertools.chain(*self.stop)]}
-
-
-def with_address(argv: Sequence[str]) -> list[str]:
-    """Returns a command line in which a --ray without an address has ANY."""
-    found = [*argv]
-    for place in [place for place, given in enumerate(argv) if given == "--ray"][:1]:
-        if found[place + 1 :] == [] or found[place + 1].startswith("-"):
-            found.insert(place + 1, ANY)
-    return found
+        return {**values, "chat": chat, "stop": [*self.stop]}
 
 
 def check_cluster(ray: str | None, cpus_per_actor: int | None) -> None:
@@ -218,86 +199,86 @@ def check_cluster(ray: str | None, cpus_per_actor: int | None) -> None:
         raise UserError("--cpus-per-actor needs --ray")
 
 
-Arguments = TypeVar("Arguments")
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+    def _get_values(self, action: Any, values: list[str]) -> Any:
+        # Python 3.11 drops a value "--".
+        return "--" if values == ["--"] else super()._get_values(action, values)
 
 
-def parse(arguments: type[Arguments], argv: Sequence[str], prog: str) -> Arguments:
+def parse(arguments: Any, argv: Sequence[str], prog: str) -> Any:
     """The command line as an instance of the dataclass `arguments`. `--help` prints and exits.
     UserError if options are unknown, missing or malformed."""
-    _document(arguments)
-    error = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(error):
-            parsed, unknown = tyro.cli(
-                arguments,
-                args=with_address(argv),
-                prog=prog,
-                description=_describe_command(arguments, prog),
-                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
-                return_unknown_args=True,
-            )
-    except SystemExit as exit_:
-        if exit_.code in (0, None):
-            raise
-        raise UserError(f"{_first_paragraph(error.getvalue())} (see {prog} --help)") from None
-    values = dict(_options(parsed))
+    width = min(shutil.get_terminal_size().columns, _WIDEST_HELP)
+    text, _, example = inspect.cleandoc(arguments.__doc__ or "").partition(_EXAMPLE)
+    paragraphs = [textwrap.fill(part, width, break_on_hyphens=False) for part in text.split("\n\n")]
+    parser = _Parser(
+        prog=prog,
+        usage=f"{prog} [OPTIONS]",
+        description="\n\n".join([*paragraphs, f"example:\n  {prog} {example.strip()}"]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    names = _add_options(parser, arguments)
+    found, unknown = parser.parse_known_args(argv)
     if unknown and not unknown[0].startswith("-"):
-        hint = "".join(f": give a text as {o} TEXT" for o in ("--prompt", "--text") if o in values)
+        hint = "".join(f": give a text as {o} TEXT" for o in ("--prompt", "--text") if o in names)
         raise UserError(f"unexpected argument '{unknown[0]}'{hint} (see {prog} --help)")
     if unknown:
-        close = difflib.get_close_matches(unknown[0], values, n=1, cutoff=0.7)
+        close = difflib.get_close_matches(unknown[0], names, n=1, cutoff=0.7)
         hint = f", did you mean {close[0]}?" if close else ""
         raise UserError(f"unknown options: {' '.join(unknown)}{hint} (see {prog} --help)")
-    for name, value in values.items():
-        if isinstance(value, tuple) and () in value:
-            raise UserError(f"{name}: its value is missing")
+    parsed = _build(arguments, vars(found))
     for part in vars(parsed).values():
         if isinstance(part, ModelOptions):
             part.check_names()
     return parsed
 
 
-def _describe_command(arguments: type, prog: str) -> str:
-    """Returns the docstring, wrapped, with its example as a command line."""
-    width = min(shutil.get_terminal_size().columns, _WIDEST_HELP)
-    text, _, example = inspect.cleandoc(arguments.__doc__ or "").partition(_EXAMPLE)
-    # Indented, since tyro joins lines that begin with a letter.
-    wrap = textwrap.TextWrapper(width, subsequent_indent="  ", break_on_hyphens=False)
-    parts = map(wrap.fill, text.split("\n\n"))
-    return "\n\n".join([*parts, f"example:\n  {prog} {example.strip()}"])
-
-
-def _document(arguments: Any) -> None:
-    """Adds the docstrings of fields, own and inherited, as one line each, to their types, where
-    tyro prefers them. It would keep the line breaks of the docstrings."""
-    for owner in filter(is_dataclass, arguments.__mro__):
-        for parameter in docstring_parser.parse_from_object(owner).params:
-            text = " ".join((parameter.description or "").split())
-            kind = owner.__annotations__[parameter.arg_name]
-            owner.__annotations__[parameter.arg_name] = Annotated[kind, tyro.conf.arg(help=text)]
-    for kind in get_type_hints(arguments).values():
-        if is_dataclass(kind):
-            _document(kind)
-
-
-def _options(parsed: Any) -> Iterator[tuple[str, Any]]:
-    """The options of a dataclass and of those in it, with their values."""
-    for name, value in vars(parsed).items():
-        if is_dataclass(value):
-            yield from _options(value)
+def _add_options(parser: Any, kind: Any) -> list[str]:
+    """Adds the fields of a dataclass to a parser, with their docstrings, and those of dataclasses
+    in it as groups. Returns the names of the options."""
+    owners = filter(is_dataclass, kind.__mro__)
+    documented = (one for o in owners for one in docstring_parser.parse_from_object(o).params)
+    texts = {one.arg_name: " ".join((one.description or "").split()) for one in documented}
+    hints, names = get_type_hints(kind, include_extras=True), list[str]()
+    for one in fields(kind):
+        hint = hints[one.name]
+        if is_dataclass(hint):
+            group = parser.add_argument_group(inspect.cleandoc(hint.__doc__ or "").rstrip("."))
+            names += _add_options(group, hint)
+            continue
+        settings: dict[str, Any] = {"help": texts[one.name].replace("%", "%%")}
+        for mark in getattr(hint, "__metadata__", ()):
+            settings |= {"metavar": mark} if isinstance(mark, str) else mark
+        hint = hint.__origin__ if hasattr(hint, "__metadata__") else hint
+        hint = get_args(hint)[0] if type(None) in get_args(hint) else hint  # X | None
+        if hint is bool:
+            settings["action"] = "store_true"
+        elif getattr(hint, "__origin__", None) is Sequence:
+            settings |= {"action": "extend", "nargs": "+"}
         else:
-            yield f"--{name.replace('_', '-')}", value
+            settings |= {"choices": get_args(hint)} if get_args(hint) else {"type": hint}
+        if hint is not bool and one.default not in (None, (), "", MISSING):
+            settings["help"] += f" (default: {one.default})"
+        own = [f"--{one.name.replace('_', '-')}", *settings.pop("aliases", ())]
+        if settings.pop("positional", False):
+            own = [one.name]
+        elif one.default is MISSING:
+            settings["required"] = True
+        parser.add_argument(*own, **settings)
+        names += own
+    return names
 
 
-def _first_paragraph(box: str) -> str:
-    """The message in the box that tyro draws: below its title, down to a rule."""
-
-    def is_rule(line: str) -> bool:
-        return not line.strip("─-")  # hyphens where UTF-8 cannot be written
-
-    lines = [line.strip("│╭╰╮╯ ") for line in box.splitlines()[1:]]
-    message = itertools.dropwhile(is_rule, lines)
-    return " ".join(itertools.takewhile(lambda line: not is_rule(line), message))
+def _build(kind: Any, values: dict[str, Any]) -> Any:
+    """Returns a dataclass, and those in it, with the values that were given."""
+    makers = {one.name: one.default_factory for one in fields(kind)}
+    parts = {n: _build(make, values) for n, make in makers.items() if is_dataclass(make)}
+    return kind(**{n: values[n] for n in makers.keys() & values.keys()} | parts)
 
 
 def run_command(command: Callable[[], int]) -> int:

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
-from entropix_jax.cli.options import EXIT_OK
+from entropix_jax.cli.options import EXIT_OK, Positional
 from entropix_jax.host.files import check_regular
 
 
@@ -19,9 +17,9 @@ class Arguments:
         run.jsonl --output run.html
     """
 
-    trace: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TRACE")]
+    trace: Annotated[Positional, "TRACE"]
     """The trace of a run (`generate --trace FILE` or `batch --trace DIR`)."""
-    output: Annotated[str, tyro.conf.arg(metavar="FILE.html")]
+    output: Annotated[str, "FILE.html"]
     """The page to write."""
 
 

@@ -4,7 +4,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from entropix_jax.cli.options import EXIT_OK, print_json
-from entropix_jax.cli.status import show_status
+from entropix_jax.cli.status import StatusLine, show_waits
 from entropix_jax.cli.terminal import TextScreen, summary
 from entropix_jax.errors import UserError, printable
 from entropix_jax.host.interrupts import EXIT_INTERRUPT, deferred_interrupts
@@ -37,7 +37,10 @@ def run_search(
         for engine in engines:
             engine.stop()
 
-    with show_status(f"searching with {forks} continuations ..."), deferred_interrupts(stop):
+    status = StatusLine()
+    status.show(f"searching with {forks} continuations")
+    waits = show_waits(status, lambda: engines[-1].programs if engines else None)
+    with waits, deferred_interrupts(stop):
         outcome = search(model, request, method, forks, last_answer, on_engine=engines.append)
     if outcome is None:
         print("interrupted", file=sys.stderr)

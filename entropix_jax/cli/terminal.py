@@ -140,9 +140,10 @@ class TextScreen:
 
     def end_text(self) -> None:
         """Ends a row's text with a line break, where it has none."""
-        if self._last != "\n":
+        ends, self._last = self._last != "\n", "\n"
+        self._column, self._word, self._cells = 0, [], 0
+        if ends:
             self._write("\n")
-        self._last, self._column, self._word, self._cells = "\n", 0, [], 0
 
     def _style(self, token: "TokenRecord | ScoredToken") -> str:
         """Returns the rich style of a token: its regime's colour and its action's mark."""
@@ -189,9 +190,10 @@ class TextScreen:
         return done + self._paint(run, style)
 
     def _write(self, text: str) -> None:
-        self._status.make_room()
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        with self._status.hidden():
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            self._status.in_text = self._column > 0
 
 
 def print_legend(values: Mapping[str, Any] | None = None, *, actions: bool = False) -> None:
@@ -264,15 +266,16 @@ def summary(rows: "Sequence[Row]", speed: float, *more: str) -> str:
     tokens = [token for row in rows for token in row.tokens]
     regimes = Counter(token.regime for token in tokens)
     reasons = dict.fromkeys(row.finish_reason or "running" for row in rows)
+    shares = [Text(f"{MEANINGS[r]} {regimes[r] / len(tokens):.0%}") for r in REGIMES if tokens]
+    err = Console(stderr=True)
+    width = err.width if err.is_terminal else float("inf")
     parts = [
         _plural(len(tokens), "token") + (f" ({speed:.0f} tok/s)" if speed else ""),
         ", ".join(ENDS.get(reason, reason) for reason in reasons),
         ", ".join(_plural(number, noun) for noun, number in _count(rows).items()),
-        " ".join(f"{MEANINGS[r]} {regimes[r] / len(tokens):.0%}" for r in REGIMES if tokens),
+        fit(shares, " ", width).plain,
         *more,
     ]
-    err = Console(stderr=True)
-    width = err.width if err.is_terminal else float("inf")
     return fit(map(Text, filter(None, parts)), " | ", width).plain
 
 

@@ -5,9 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
-
-from entropix_jax.cli.options import EXIT_OK, Model
+from entropix_jax.cli.options import EXIT_OK, Model, Positional
 from entropix_jax.cli.status import show_status
 from entropix_jax.errors import UserError
 from entropix_jax.host.files import check_regular
@@ -29,7 +27,7 @@ class Arguments:
         run.jsonl
     """
 
-    trace: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TRACE")]
+    trace: Annotated[Positional, "TRACE"]
     """The trace of a run (`generate --trace FILE` or `batch --trace DIR`)."""
     model: Model = None
     """The model of the run, if its name in the trace is not valid here."""
@@ -46,10 +44,10 @@ def run(arguments: Arguments) -> int:
     _check_settings(trace, path)
     from entropix_jax.replay.model import ModelReader
 
-    with show_status("loading the model ..."):
+    with show_status("loading the model"):
         model = _load(arguments.model, trace, path)
     longest = max((len(lines) for lines in trace.rows.values()), default=0)
-    with show_status("recomputing the tokens ..."):
+    with show_status("recomputing the tokens"):
         found = replay(trace, ModelReader(model, len(trace.header["prompt_tokens"]) + longest))
     print(found if found.doubt is None else f"{path}: {found}")
     return EXIT_OK if found.doubt is None else EXIT_DOUBT

@@ -170,13 +170,13 @@ class Generation:
         recording = check_recording(model, recording)
         longest = max(len(one.prompt) + check_request(model, one) for one in requests)
         capacity = bucket(longest, MIN_CAPACITY)
-        self._engine = engine or Engine(
+        self.engine = engine or Engine(
             model,
             slots=_count_slots(model, len(requests), capacity),
             capacity=capacity,
             recording=recording,
         )
-        first, engine = requests[0], self._engine
+        first, engine = requests[0], self.engine
         several = any(request.prompt != first.prompt for request in requests)
         shared_header = header(
             model, first.sampler, first.prompt, seed=first.seed, messages=first.messages
@@ -194,7 +194,7 @@ class Generation:
 
     def _iterate(self) -> Iterator[Event]:
         self._start = time.perf_counter()
-        for event in self._engine.run(self._requests):
+        for event in self.engine.run(self._requests):
             if event.token is not None:
                 self.timings.setdefault("first_token", self.seconds())
             yield event
@@ -203,12 +203,12 @@ class Generation:
 
     def stop(self) -> None:
         """Requests the end of the run after the current event. Safe in a signal handler."""
-        self._engine.stop()
+        self.engine.stop()
 
     def interrupt(self) -> list[Event]:
         """Ends the rows that have not finished; the events have their last text."""
         self.timings.setdefault("total", self.seconds())
-        events = list(self._engine.interrupt())
+        events = list(self.engine.interrupt())
         for row in self.rows:
             if row.finish_reason is None:  # it never had a slot
                 row.finish_reason = "interrupt"

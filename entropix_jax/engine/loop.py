@@ -8,7 +8,6 @@ the next.
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import jax
@@ -120,11 +119,6 @@ class Engine(Roster):
         """Share of slots with a running row, over the steps so far."""
         return self.useful / max(self.steps * self._layout.slots, 1)
 
-    @property
-    def read(self) -> int:
-        """Number of tokens read before the rows' first steps."""
-        return self._reader.read
-
     def check(self, request: Request) -> None:
         """Raises UserError if a request cannot run here, see `check_request`."""
         check_request(self._model, request, self._capacity)
@@ -156,7 +150,11 @@ class Engine(Roster):
         kept, self._kept = self._kept, None
         if kept is None or first.request.sampler.mechanisms != self._parts.mechanisms:
             kept = None  # its memory is free before more is allocated
-            self._begin(first)
+            self._parts = Parts(first.request.sampler.mechanisms)
+            if self._listed is None:
+                self._layout = replace(self._layout, lanes=self._lanes_for(first))
+                self._check_cache(self._layout.lanes)
+            self._state = self._empty_state(first.request.sampler)
         else:
             self._state = emptied(kept[0])
             self._slots, kept = kept[1], None
@@ -173,14 +171,6 @@ class Engine(Roster):
             self._next_number = 0
             self._forked, self._stopping, self._unpaced = False, False, 0
             self._reading, self._paused = [], []
-
-    def _begin(self, first: RunningRow) -> None:
-        """Begins with empty caches."""
-        self._parts = Parts(first.request.sampler.mechanisms)
-        if self._listed is None:
-            self._layout = replace(self._layout, lanes=self._lanes_for(first))
-            self._check_cache(self._layout.lanes)
-        self._state = self._empty_state(first.request.sampler)
 
     def _empty_state(self, sampler: CalibratedSampler) -> DecodeState:
         return empty_slots(
@@ -253,8 +243,8 @@ class Engine(Roster):
             return self._stopping or (self._listed is not None and self._reader.read > before)
 
         if reading:
-            with self._decode_compiles():
-                self._state = self._reader.cache(self._state, self._layout, rows, reading, stops)
+            self._compile_ahead()
+            self._state = self._reader.cache(self._state, self._layout, rows, reading, stops)
         self._reading = [slot for slot in reading if rows[slot].cached < rows[slot].to_cache]
 
     def _insert(self, slot: int, row: RunningRow, cached: int) -> None:
@@ -287,23 +277,17 @@ class Engine(Roster):
             mesh=self._model.mesh,
         )
 
-    @contextmanager
-    def _decode_compiles(self) -> Iterator[None]:
-        """Compiles the first chunk's program, or reads it from the cache, while the host reads a
-        prompt, and the program with lanes afterwards. An error is raised by the call."""
+    def _compile_ahead(self) -> None:
+        """Queues the first chunk's program, which is compiled or loaded while the host reads a
+        prompt, and the program with lanes. An error is raised by the call."""
         # Compiled already; on a mesh the layouts of the arguments are not known yet.
         if self.steps or self._model.mesh is not None or self._listed is not None:
-            yield
             return
         first, rows = self._needed(), self._running.values()
         self.programs.add_steps(first, self._parts, self._state)
         if self._layout.lanes and any(row.remaining >= _MANY_TOKENS for row in rows):
             with_lanes = replace(first, lanes=True)
             self.programs.add_steps(with_lanes, self._parts, self._state)
-        try:
-            yield
-        finally:
-            self.programs.wait(first)
 
     # Programs
 

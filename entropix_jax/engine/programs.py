@@ -7,8 +7,10 @@ their rows.
 
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,7 +57,7 @@ class Steps:
 
     def __str__(self) -> str:
         forks = " with forks" if self.lanes else ""
-        return f"steps of {self.window} positions{forks}, {len(self.used)} mechanisms"
+        return f"steps{forks} of {self.window} positions, {len(self.used)} mechanisms"
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ class Programs:
 
     `sets` are those of a list, empty without one. `required` programs must be compiled before a
     server accepts requests. `largest` has the key of the program of each set that covers all rows.
+    `waits` describes what the engine waits for, with the time since when (None while it runs), and
+    `waited` is the time that it has waited for programs, both in seconds of `time.monotonic`.
     """
 
     def __init__(
@@ -94,6 +98,9 @@ class Programs:
         self.sets = tuple(sets)
         self.required: list[Hashable] = []
         self.largest: dict[frozenset[str], Steps] = {}
+        self.waits: tuple[str, float] | None = None
+        self.waited = 0.0
+        self._called: set[Hashable] = set()  # without a list
         self._model = model
         self._recording = recording
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
@@ -121,8 +128,27 @@ class Programs:
         """Calls a compiled program, or else the function once the thread has compiled it."""
         if (program := self._compiled.get(key)) is not None:
             return program(*arguments)
-        self.wait(key)
+        if key not in self._called:
+            self._await(key, lambda: function.lower(*arguments, **static).compile())
         return function(*arguments, **static)
+
+    def _await(self, key: Hashable, compile_program: Callable[[], Any]) -> None:
+        """Waits until a program is compiled, in a thread, since the compiler blocks signals. An
+        error is raised by the call. On a mesh, the call compiles it."""
+        began, outer = time.monotonic(), self.waits
+        self._called.add(key)
+        with self._changed:
+            queued = {*self._queue, self._current} - {None}
+        total = f" of {len(self._called | queued)}" if queued else ""
+        self.waits = f"compiling or loading program {len(self._called)}{total}: {key}", began
+        try:
+            self.wait(key)
+            if key not in queued and self._model.mesh is None:
+                with ThreadPoolExecutor(1) as pool:
+                    pool.submit(compile_program)
+        finally:
+            self.waited += time.monotonic() - began
+            self.waits = outer
 
     def add_steps(self, key: Steps, parts: Parts, state: DecodeState) -> None:
         """Queues a program of decode steps. `parts` has the mechanisms, used or not."""

@@ -5,6 +5,7 @@ so that the last digits of a row do not depend on the arrival of others. On GPUs
 four rows gives other digits than a call of one, so there all such parts are read by calls of four.
 """
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -109,6 +110,7 @@ class PromptReader:
         stops: Callable[[], bool],
     ) -> DecodeState:
         """Reads the rows in parts, so that the run can be stopped in between."""
+        began = time.monotonic()
         while not stops():
             # Parts of one size and window can be read in one call.
             alike = defaultdict(list)
@@ -125,7 +127,10 @@ class PromptReader:
                     key = key or self._programs.find(PromptPart(size, window))
                     assert key is not None, f"no program for {PromptPart(size, window)}"
                     now, slots = slots[: key.rows], slots[key.rows :]
+                    left = sum(row.to_cache - row.cached for row in rows.values())
+                    self._programs.waits = f"reading the prompt, {left} tokens left", began
                     state = self._read_part(state, layout, {i: rows[i] for i in now}, size, key)
+        self._programs.waits = None
         return state
 
     def list_parts(self) -> list[PromptPart]:

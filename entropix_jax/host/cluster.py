@@ -136,7 +136,6 @@ class Cluster:
             devices: GPUs of an actor. An actor on a TPU host has all chips of the host.
         """
         require("ray", "ray")
-        self.results = 0  # so far
         self._make, self._address = make, address
         self._cpus, self._devices = cpus, devices
         self._actors: list[_Actor] = []
@@ -199,21 +198,18 @@ class Cluster:
         items: Iterable[Any],
         write: Callable[[Any, Any], None],
         fail: Callable[[Any, str], None],
-        looked: Callable[[], None] = lambda: None,
     ) -> None:
         """Runs items, fetched as actors take them, and passes each with its result to `write`, in
         order of completion.
 
         An item that dies with its actor for the third time, then alone in it, goes to `fail` with a
-        message. `looked` is called several times a second. UserError if an actor cannot load, the
-        work raised it, or no actor can be started."""
+        message. UserError if an actor cannot load, the work raised it, or no actor can be
+        started."""
         self._items, self._more = iter(enumerate(items)), True
         while not self._stopping:
-            looked()
             self._start_actors()
             for actor in self._answered():
                 for number, result in self._receive(actor):
-                    self.results += 1
                     write(actor.items.pop(number), result)
             for number, item in [*self._again]:
                 if self._deaths[number] >= _MAX_DEATHS:

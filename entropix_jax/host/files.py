@@ -1,7 +1,5 @@
 """Reading small files and writing whole ones, with errors that a user can act on."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

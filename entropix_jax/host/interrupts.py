@@ -15,6 +15,8 @@ from types import FrameType
 
 EXIT_INTERRUPT = 130
 
+_received: list[int] = []  # signals of the innermost block that defers them
+
 
 def exit_at_once() -> None:
     """From here on Ctrl-C and SIGTERM end the process, quietly. For a program's start, never for a
@@ -24,6 +26,11 @@ def exit_at_once() -> None:
             signal.signal(number, lambda signum, frame: os._exit(128 + signum))
 
 
+def is_stopping() -> bool:
+    """Returns whether the innermost block of `deferred_interrupts` has received a signal."""
+    return bool(_received)
+
+
 @contextlib.contextmanager
 def deferred_interrupts(
     stop: Callable[[], None], signals: tuple[signal.Signals, ...] = (signal.SIGINT,)
@@ -31,6 +38,7 @@ def deferred_interrupts(
     """Within the block the first of the `signals` only calls `stop`; a second one raises
     KeyboardInterrupt, or SystemExit with its status where it is not Ctrl-C. Yields the list of the
     signals received."""
+    global _received
     received: list[int] = []
 
     def handle(signum: int, frame: FrameType | None) -> None:
@@ -43,9 +51,11 @@ def deferred_interrupts(
             raise SystemExit(128 + signum)
 
     before = {number: signal.signal(number, handle) for number in signals if _is_delivered(number)}
+    outer, _received = _received, received
     try:
         yield received
     finally:
+        _received = outer
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -4,9 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
-from entropix_jax.cli.options import EXIT_OK, File, OptionalCount, own_mechanisms
+from entropix_jax.cli.options import EXIT_OK, File, OptionalCount, Positional, own_mechanisms
 from entropix_jax.errors import UserError, check_range, require
 from entropix_jax.lab.command import StudyOptions, run_study, show_output
 
@@ -19,7 +17,7 @@ class Arguments(StudyOptions):
         presets --output build/study
     """
 
-    sweep: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SWEEP")]
+    sweep: Annotated[Positional, "SWEEP"]
     """A sweep file, or the name of one in configs/ablations/."""
     items: OptionalCount = None
     """Maximum number of items per task, to run part of a study. Its rows equal those of the whole

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from entropix_jax.cli.options import EXIT_OK, Count, Dtype, File, Model, model_name
-from entropix_jax.cli.status import StatusLine, show_status
+from entropix_jax.cli.status import show_status
 from entropix_jax.errors import UserError, check_range
 from entropix_jax.host.files import check_apart, check_writable, replacing
 
@@ -67,7 +67,7 @@ def run(arguments: Arguments) -> int:
 
     name = model_name(arguments.model)
     use_compilation_cache()
-    with show_status("loading the model ..."):
+    with show_status("loading the model"):
         model = load(name, arguments.dtype)
     output = Path(arguments.output or model.calibration_file)
     _check_output(output, arguments)
@@ -80,13 +80,11 @@ def run(arguments: Arguments) -> int:
     seeds = range(arguments.seed, arguments.seed + arguments.samples)
     number = len(prompts) * len(seeds)
     print(f"answering {len(prompts)} prompts", file=sys.stderr)
-    status, done = StatusLine(), iter(range(1, number + 1))
-    try:
+    done = iter(range(1, number + 1))
+    with show_status(f"0 of {number} answered") as status:
         values = measure_answers(
             model, prompts, seeds, lambda: status.show(f"{next(done)} of {number} answered")
         )
-    finally:
-        status.clear()
     if not len(values["entropy"]):
         raise UserError("the answers are empty: give other prompts with --prompts")
 

@@ -10,8 +10,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
-
 from entropix_jax.cli.options import (
     EXIT_OK,
     Activations,
@@ -26,20 +24,21 @@ from entropix_jax.cli.options import (
     check_cluster,
     model_name,
 )
+from entropix_jax.cli.status import show_status
 from entropix_jax.errors import check_range, require
 
 if TYPE_CHECKING:
     from entropix_jax.lab.sweep import Calibrate, Sweep
     from entropix_jax.model.loading import LanguageModel
 
-Names = Annotated[Texts, tyro.conf.arg(metavar="NAME ...", help_behavior_hint="")]
+Names = Annotated[Texts, "NAME"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """Options of `ablate`, `evaluate` and `pivots`."""
 
-    output: Annotated[str, tyro.conf.arg(metavar="DIR")]
+    output: Annotated[str, "DIR"]
     """Folder of the results. The same command resumes an interrupted run."""
     data: Folder = None
     """Folder of published files, for tasks named without a file: gsm8k_test.jsonl, svamp.json,
@@ -64,7 +63,8 @@ class RunOptions:
         check_backend()
         reuse_memory()
         use_compilation_cache()
-        return load(str(resolve_model(name)), self.dtype, precision=self.precision)
+        with show_status("loading the model"):
+            return load(str(resolve_model(name)), self.dtype, precision=self.precision)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,13 +97,14 @@ def run_study(
     require("lab", "matplotlib", "pandas", "tabulate")
     check_range("--slots", options.slots, 1)
     check_cluster(options.ray, options.cpus_per_actor)
-    from entropix_jax.engine.calibrated import calibrate_sampler
-    from entropix_jax.host.cluster import Cluster
-    from entropix_jax.host.interrupts import deferred_interrupts
-    from entropix_jax.lab.results import find_differences, name_trial, read_rows
-    from entropix_jax.lab.spread import PhaseCopy
-    from entropix_jax.lab.study import Study
-    from entropix_jax.model.loading import resolve_model
+    with show_status("loading JAX"):
+        from entropix_jax.engine.calibrated import calibrate_sampler
+        from entropix_jax.host.cluster import Cluster
+        from entropix_jax.host.interrupts import deferred_interrupts
+        from entropix_jax.lab.results import find_differences, name_trial, read_rows
+        from entropix_jax.lab.spread import PhaseCopy
+        from entropix_jax.lab.study import Study
+        from entropix_jax.model.loading import resolve_model
 
     others = None if against is None else read_rows(against)
     model, folder = model_name(options.model), Path(options.output)

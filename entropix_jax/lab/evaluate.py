@@ -1,6 +1,5 @@
 """`entropix-jax evaluate`: compares samplers, each tuned with the same effort."""
 
-import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,8 +48,8 @@ def run(arguments: Arguments) -> int:
     check_range("--max-new-tokens", arguments.max_new_tokens, 1)
     from entropix_jax.lab.sweep import Calibrate, Sweep, make_sweep
 
-    samplers = list(dict.fromkeys(itertools.chain(*arguments.sampler))) or list(_SAMPLERS)
-    tasks = list(dict.fromkeys(itertools.chain(*arguments.task)))
+    samplers = list(dict.fromkeys(arguments.sampler)) or list(_SAMPLERS)
+    tasks = list(dict.fromkeys(arguments.task))
     content: dict[str, Any] = {
         "description": f"{', '.join(samplers)} on {', '.join(tasks)}",
         "tasks": tasks,

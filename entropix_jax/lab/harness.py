@@ -4,8 +4,9 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from entropix_jax.cli.options import EXIT_OK, with_address
+from entropix_jax.cli.options import EXIT_OK
 from entropix_jax.errors import UserError
+from entropix_jax.host.cluster import ANY
 
 _HELP = """usage: entropix-jax harness [OPTIONS]
 
@@ -39,11 +40,12 @@ def run(arguments: Sequence[str]) -> int:
     from entropix_jax.host.compile_cache import use_compilation_cache
 
     use_compilation_cache()
-    given = list(with_address(arguments))
+    given = list(arguments)
     if "--ray" in given:
         place = given.index("--ray")
-        EntropixLM.ray = given[place + 1]
-        del given[place : place + 2]
+        address, *_ = [*given[place + 1 :], "-"]
+        EntropixLM.ray = ANY if address.startswith("-") else address
+        del given[place : place + 1 + (address == EntropixLM.ray)]
     if given[:1] == ["run"]:
         del given[0]
     if given[:1] not in (["ls"], ["validate"]):

@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
-
 from entropix_jax.cli.options import EXIT_OK, Count, File, Text, model_name
-from entropix_jax.cli.status import StatusLine
+from entropix_jax.cli.status import StatusLine, show_waits
 from entropix_jax.errors import UserError, check_range, require
 from entropix_jax.lab.command import Names, RunOptions
 from entropix_jax.version import __version__
@@ -39,7 +37,7 @@ class Arguments(RunOptions):
         --task word-problems --model tiny --output build/pivots
     """
 
-    output: Annotated[str, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = ""
+    output: Annotated[str, "DIR"] = ""
     """Folder of the results. The same command resumes an interrupted run."""
     task: Names = ()
     """Tasks of `evaluate` whose answers can be compared."""
@@ -52,7 +50,7 @@ class Arguments(RunOptions):
     outcomes: Count = 0
     """Number of sampled continuations after each token with a probability of at least 0.05, for the
     fork strength; 0 for none."""
-    sampler: Annotated[Text, tyro.conf.arg(metavar="PRESET_OR_FILE")] = None
+    sampler: Annotated[Text, "PRESET_OR_FILE"] = None
     """Sampler of the continuations (default: the model's own distribution)."""
     seed: Count = 0
     """Seed of the continuations."""
@@ -102,10 +100,9 @@ def run(arguments: Arguments) -> int:
 def _find_tasks(arguments: Arguments) -> list[Task]:
     from entropix_jax.lab.tasks.registry import find_task, locate_task
 
-    names = [name for texts in arguments.task for name in texts]
-    if not names:
+    if not arguments.task:
         raise UserError("--task must be given (see --help)")
-    tasks = [find_task(locate_task(name, arguments.data)) for name in dict.fromkeys(names)]
+    tasks = [find_task(locate_task(name, arguments.data)) for name in dict.fromkeys(arguments.task)]
     for task in tasks:
         if not task.votes:
             raise UserError(f"task '{task.name}': free text has no answers to compare")
@@ -142,14 +139,13 @@ def _measure(arguments: Arguments, tasks: Sequence[Task], sampler: Sampler, fold
     longest = max(len(question.prompt) + question.max_new_tokens for question in questions)
     capacity = min(-(-longest // 64) * 64, model.config.max_positions)
     engine = Engine(model, slots=arguments.slots, capacity=capacity, recording=RECORDING)
-    status = StatusLine()
     with (
         Store(str(folder / "tokens.jsonl"), identity) as store,
         deferred_interrupts(engine.stop, (signal.SIGINT, signal.SIGTERM)) as pressed,
+        show_waits(status := StatusLine(), lambda: engine.programs),
     ):
         for done in measure(model, engine, questions, store, sampling):
             status.show(f"{done} of {len(questions)} answers")
-        status.clear()
         if pressed:
             print("interrupted: run the same command again to continue", file=sys.stderr)
             return 128 + pressed[0]

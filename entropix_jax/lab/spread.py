@@ -54,7 +54,7 @@ class HostedTrials:
         def finish(record: Record, result: Result) -> None:
             write(given.pop(record.line), result)
 
-        self._run.run(trials(), Collector(finish), lambda: None)
+        self._run.run(trials(), Collector(finish))
 
 
 @dataclass(frozen=True)

@@ -177,8 +177,8 @@ class Study:
                 before = f", {store.done} already done" if store.done else ""
                 print(f"{phase.name}: {number} rows{before}", file=sys.stderr)
                 if self._spread is None:
-                    with ProgressView(store, run, number) as view:
-                        run.run(phase.trials(settings), store, view.looked)
+                    with ProgressView(store, run, number).follow():
+                        run.run(phase.trials(settings), store)
                 else:
                     records = (trial.record for trial in phase.trials(settings))
                     cluster = self._spread(phase.name, tuple(named), self._slots, self._capacity)
@@ -203,8 +203,8 @@ class Study:
             if there not in (None, own):
                 problem = f"its nodes use another model or precision: {there}, here {own}"
                 raise UserError(f"--ray: {problem}: give --dtype and --precision")
-            with ProgressView(store, run, number) as view:
-                run.run(records, write, store.is_done, view.looked)
+            with ProgressView(store, run, number).follow():
+                run.run(records, write, store.is_done)
 
     def _identity(
         self,

@@ -6,7 +6,7 @@ import hashlib
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -242,11 +242,9 @@ class TrialRun(EngineRun):
         needed = Recording(max(need.top for need in needs), state=any(need.state for need in needs))
         self.engine = Engine(model, slots=slots, capacity=capacity, recording=needed)
 
-    def run(
-        self, trials: Iterable[Trial | None], store: Results, on_event: Callable[[], None]
-    ) -> None:
-        """Runs the trials without a result in the store. Calls `on_event` after each token. None
-        stands for no trial yet, and ends the run if no row runs."""
+    def run(self, trials: Iterable[Trial | None], store: Results) -> None:
+        """Runs the trials without a result in the store. None stands for no trial yet, and ends the
+        run if no row runs."""
         for event in self.engine.run(self._requests(trials, store)):
             self.tokens += event.token is not None and not event.retracted
             search: Search = event.row.request.tag
@@ -254,7 +252,6 @@ class TrialRun(EngineRun):
                 seconds = time.perf_counter() - (search.rows[0].started or 0.0)
                 trial: Trial = search.request.tag
                 store.write(trial.record, make_result(trial, search, seconds))
-            on_event()
 
     def _calibrated(self, setting: Setting) -> CalibratedSampler:
         try:

@@ -6,8 +6,6 @@ template from reaching out, and products and powers are short. Time and memory a
 otherwise.
 """
 
-from __future__ import annotations
-
 import datetime
 import functools
 import json

@@ -1,7 +1,5 @@
 """A real S3 server on this machine, for the tests that read and write buckets."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator
 

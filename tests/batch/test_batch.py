@@ -1,7 +1,5 @@
 """The batch command: results of a file of prompts, errors, interrupts and several processes."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json
@@ -420,31 +418,23 @@ def test_a_killed_run_continues(place: Place, where: str, request: pytest.Fixtur
 def test_a_run_stops_between_records(model: LanguageModel, what: str) -> None:
     """A run stops while it waits for a record, and among many records that need no work."""
     own = Defaults(load_sampler("greedy"), max_new_tokens=9, chat=False, ignore_eos=True)
-    run, looks, left = BatchRun(model, own, slots=2, capacity=64), 0, 0
+    run, looks = BatchRun(model, own, slots=2, capacity=64), 0
     reading, writing = os.pipe()
     signal.signal(signal.SIGALRM, lambda number, frame: run.stop())
 
-    def looked() -> None:
-        nonlocal looks
-        looks += 1
-        if looks == 50:
-            run.stop()
-
     def source() -> Iterator[Record | BadRecord]:
+        nonlocal looks
         if what == "waiting":
             signal.setitimer(signal.ITIMER_REAL, 0.1)
             yield from read_records(f"/dev/fd/{reading}")
         for number in range(10_000):
+            looks += 1
+            if looks == 50:
+                run.stop()
             record = Record(number, f"r{number}", str(number), prompt="Once upon a time")
             yield record if what == "done" else BadRecord(number, None, "", "bad")
 
-    def is_done(record: Record | BadRecord) -> bool:
-        nonlocal left
-        left += 1
-        return what == "done"
-
-    run.run(source(), lambda record, result: None, is_done, looked)
+    run.run(source(), lambda record, result: None, lambda record: what == "done")
     os.close(reading)
     os.close(writing)
-    assert left < 50
-    assert looks < 60
+    assert looks == (0 if what == "waiting" else 50)

@@ -2,8 +2,6 @@
 storage.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

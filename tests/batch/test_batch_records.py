@@ -1,7 +1,5 @@
 """Reading a batch's input: records, errors, and files of all kinds."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import io

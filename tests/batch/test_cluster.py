@@ -1,7 +1,5 @@
 """Runs on a Ray cluster of two nodes on this machine: what actors do, and whole commands."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

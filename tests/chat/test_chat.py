@@ -136,7 +136,7 @@ def test_only_new_text_is_read(chat: Chat, tiny: LanguageModel, sessions: list[S
     chat("Hello", "Where is Rita?", "/retry")
     (only,) = sessions
     ids = tiny.tokenizer.apply_chat(only.messages[:-1])
-    assert only._engine.read < len(ids)
+    assert only._engine._reader.read < len(ids)
 
 
 @pytest.mark.parametrize("events", [0, 2])

@@ -1,8 +1,6 @@
 """Failures around a command: full disks, closed or unread pipes, killed runs. Files stay complete,
 and errors are one line."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

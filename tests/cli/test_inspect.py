@@ -1,7 +1,5 @@
 """Scoring of a given text token by token: values, long texts, and the command line."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

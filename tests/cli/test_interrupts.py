@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM. These tests send real signals to their own process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

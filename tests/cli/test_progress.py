@@ -1,48 +1,34 @@
 """Progress and speed of runs."""
 
-from __future__ import annotations
-
 from unittest.mock import Mock
 
-import jax
 import pytest
 
-from entropix_jax.cli.status import ProgressView, Speed
-
-
-def test_speed_excludes_steps_that_compile() -> None:
-    clock = Mock(return_value=0.0)
-    speed = Speed(clock)
-    # The first step waits for the compiler, two follow, another program compiles, two follow.
-    for compiles, seconds, tokens in (
-        (True, 20.0, 3),
-        (False, 0.5, 0),  # a retracted token
-        (False, 0.5, 10),
-        (True, 30.0, 0),
-        (False, 0.0, 1),
-        (False, 1.0, 10),
-    ):
-        if compiles:
-            jax.jit(lambda x: x + seconds)(1.0)  # noqa: B023
-        clock.return_value += seconds
-        speed.add(tokens)
-        assert speed.value in (0.0, pytest.approx(10.0))
-    assert speed.value == pytest.approx(10.0)
+from entropix_jax.cli.status import ProgressView
 
 
 def test_progress_lines_without_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Prints one line per minute. Speed and time left exclude the first step, two seconds here."""
+    """Prints one line per minute. Speed and time left exclude the time in which programs are
+    compiled, here two seconds at first and 20 later, during which no rate is shown."""
     clock = Mock(return_value=0.0)
     monkeypatch.setattr("entropix_jax.cli.status.time", Mock(monotonic=clock))
-    store, run = Mock(done=0), Mock(tokens=0, begun=False, usage="50% of slots used")
-    with ProgressView(store, run, 9) as view:
-        for second in range(1, 181):
-            clock.return_value = float(second)
-            store.done, run.tokens, run.begun = second // 60, 10 * second, second > 2
-            view.looked()
+    programs = Mock(waits=None, waited=0.0)
+    store, run = Mock(done=0), Mock(tokens=0, usage="50% of slots used", programs=programs)
+    view = ProgressView(store, run, 9)
+    for second in range(1, 181):
+        clock.return_value = float(second)
+        programs.waits = ("compiling: forks", 100.0) if 100 < second <= 120 else None
+        programs.waited = 2.0 * (second > 2) + 20.0 * (second > 120)
+        if programs.waits is None and second > 2:
+            store.done, run.tokens = second // 60, run.tokens + 10
+        line = view.describe()
+        if second == 119:
+            assert line == "1 of 9 done in 0:01:59 | 980 tokens | compiling, 19 s: forks"
+    assert view.speed.value == pytest.approx(10.0)
     assert capsys.readouterr().err.splitlines() == [
-        f"{done} of 9 done | {done * 600} tokens, 10 tok/s | 50% of slots used | {left} left"
-        for done, left in ((1, "0:07:44"), (2, "0:06:53"), (3, "0:05:56"))
+        "1 of 9 done in 0:01:00 | 580 tokens, 10 tok/s | 0:07:44 left | 50% of slots used",
+        "1 of 9 done in 0:02:00 | 980 tokens | compiling, 20 s: forks",
+        "3 of 9 done in 0:03:00 | 1580 tokens, 10 tok/s | 0:05:16 left | 50% of slots used",
     ]

@@ -1,7 +1,5 @@
 """`generate --method`: the chosen text, the tree of continuations, and errors."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Untrusted files cannot run code, and no network is used without request."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

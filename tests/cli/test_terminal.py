@@ -1,21 +1,22 @@
 """Text output on a pseudo-terminal, and without a terminal."""
 
-from __future__ import annotations
-
 import io
 import os
 import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest.mock import Mock
 
+import jax
 import pytest
 from rich.color import Color, ColorSystem
 from rich.style import Style
 
-from entropix_jax.cli.status import StatusLine
+from entropix_jax.cli.status import StatusLine, show_waits
 from entropix_jax.cli.terminal import (
     DARK,
     LIGHT,
@@ -26,7 +27,9 @@ from entropix_jax.cli.terminal import (
     print_legend,
     summary,
 )
+from entropix_jax.engine.programs import Programs
 from entropix_jax.engine.results import Row
+from entropix_jax.engine.state import Recording
 from entropix_jax.host.interrupts import deferred_interrupts
 from entropix_jax.names import REGIMES
 from entropix_jax.sampler.presets import load_sampler
@@ -218,10 +221,11 @@ def test_summary(terminal: Callable[..., Screen]) -> None:
     assert summary(rows, 0).startswith(
         "14 tokens | end of text | 3 forks, 3 thoughts, 3 steps back"
     )
-    terminal(COLUMNS="80")
-    lines = summary(rows[:1], 100.0, "context 4096/4096", "seed 12").splitlines()
-    assert [line.partition(" ")[0] for line in lines] == ["8", "certain", "seed"]
-    assert max(map(len, lines)) <= 80
+    for width, starts in ((40, "8 1 certain scattered context"), (80, "8 certain seed")):
+        terminal(COLUMNS=str(width))
+        lines = summary(rows[:1], 100.0, "context 4096/4096", "seed 12").splitlines()
+        assert [line.partition(" ")[0] for line in lines] == starts.split()
+        assert max(map(len, lines)) <= width
 
 
 @pytest.mark.parametrize(
@@ -315,17 +319,49 @@ def test_means() -> None:
 
 
 def test_the_status_line_is_erased_before_the_text(terminal: Callable[..., Screen]) -> None:
-    """The status line is not shown again in the middle of a line of text."""
+    """In the middle of a line of text it is shown below, and the cursor comes back."""
     screen = terminal(NO_COLOR="1", COLUMNS="80")
     status = StatusLine()
-    status.show("loading")
-    assert screen.read() == "loading"
+    status.show("loading: much")
+    assert screen.read() == "loading, 0 s: much"
     status.show("compiling " * 20)
-    assert screen.read() == "\r\x1b[2K" + ("compiling " * 20)[:78] + "…", "one line, whatever fits"
+    assert screen.read() == "\r\x1b[2K" + ("compiling " * 20)[:76] + "…", "one line, whatever fits"
     out = TextScreen(status)
     out.show("text", token("mid"))
     assert screen.read() == "\r\x1b[2Ktext", "it was erased"
-    status.show("stopping")
+    status.show("forking")
+    assert screen.read() == "\x1bD\x1b[A\x1b7\r\nforking, 0 s"
     out.show(" more\n", token("mid"))
     status.clear()
-    assert screen.read() == " more\n"
+    assert screen.read() == "\r\x1b[2K\x1b8 more\n"
+
+
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_a_wait_counts_its_seconds_and_acknowledges_ctrl_c(
+    terminal: Callable[..., Screen],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    on_terminal: bool,
+) -> None:
+    """Ctrl-C is handled while a program compiles, here one whose tracing takes 0.6 s."""
+    screen = terminal(NO_COLOR="1", COLUMNS="80") if on_terminal else None
+    monkeypatch.setattr("entropix_jax.cli.status._PATIENCE", 0.1)
+    programs, status = Programs(Mock(mesh=None), Recording()), StatusLine()
+    slow = jax.jit(lambda x: x + (time.sleep(0.6) or 1))  # type: ignore[func-returns-value]
+    times: list[float] = []
+
+    def press() -> None:
+        times.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Timer(0.3, press).start()
+    with (
+        deferred_interrupts(lambda: times.append(time.monotonic())),
+        show_waits(status, lambda: programs),
+    ):
+        programs.call("slow", slow, (1.0,))
+        assert (times[1] - times[0] < 0.3, programs.waits) == (True, None)
+    assert programs.waited >= 0.5
+    shown = screen.read() if screen else capsys.readouterr().err
+    assert ("compiling or loading program 1, 0 s: slow" in shown) == on_terminal
+    assert "stopping after this compilation, 0 s; Ctrl-C again ends at once" in shown

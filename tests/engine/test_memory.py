@@ -99,7 +99,7 @@ def test_every_run_checks_memory_before_it_allocates(
     run_specs(tiny, requests)
     set_free_bytes(monkeypatch, plan.cache + plan.logits - 1)
     # Some rows wait for slots then. (A fifth of the memory is for prompts.)
-    assert run_specs(tiny, requests)._engine._layout.slots in range(40, 64)
+    assert run_specs(tiny, requests).engine._layout.slots in range(40, 64)
     set_free_bytes(monkeypatch, (plan.cache + plan.logits) // 64 - 1)
     with pytest.raises(UserError, match=r"1 row of 4096 tokens would not fit"):
         run_specs(tiny, requests)

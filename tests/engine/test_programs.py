@@ -210,7 +210,7 @@ def test_long_prompts_are_read_between_chunks(
     paced: list[int] = []  # prompt tokens read before each call
 
     def pace(engine: Engine, waited: float) -> None:
-        paced.append(engine.read)
+        paced.append(engine._reader.read)
         engine._chunk_steps = 1
 
     monkeypatch.setattr(Engine, "_pace", pace)
@@ -223,17 +223,17 @@ def test_long_prompts_are_read_between_chunks(
         yield here[0]
         while len(here[0].tokens) < 4:
             yield None
-        start = engine.read
+        start = engine._reader.read
         yield here[1]
         while not all(one.finish_reason for one in here):
             yield None
 
     events = engine.run(as_requests(engine, source()))
-    read = {engine.read for event in events if event.row.number == 0}
+    read = {engine._reader.read for event in events if event.row.number == 0}
     # The first row got tokens after some parts of the prompt, but not all, were read.
     assert len(read) >= 4
     assert len({*paced}) >= 2  # before and after
-    assert not [count for count in paced if start < count < engine.read]
+    assert not [count for count in paced if start < count < engine._reader.read]
     check_as_without_list(model, here)
 
 

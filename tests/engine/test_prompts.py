@@ -208,26 +208,26 @@ def test_only_uncached_tokens_are_prefilled(tiny: LanguageModel) -> None:
     engine = engine_of(tiny)
     first = encoded(tiny, "Once upon a time")
     (row,) = run(engine, request_of(tiny, first))
-    assert engine.read == len(first) - 1
+    assert engine._reader.read == len(first) - 1
     # A continuation of the row: all its tokens but the last are cached.
     longer = [*first, *ids_of(row), *encoded(tiny, "Question: Mia has 12 apples.")]
-    before = engine.read
+    before = engine._reader.read
     (row,) = run(engine, request_of(tiny, longer, seed=3))
-    assert engine.read - before == len(longer) - 1 - (len(first) + 12 - 1)
+    assert engine._reader.read - before == len(longer) - 1 - (len(first) + 12 - 1)
     assert equals_fresh_row(tiny, row)
     # The same prompt with another seed and sampler needs no prefill.
-    before = engine.read
+    before = engine._reader.read
     (row,) = run(engine, request_of(tiny, longer, seed=4, sampler=LITERAL))
-    assert engine.read == before
+    assert engine._reader.read == before
     assert equals_fresh_row(tiny, row)
     # A prompt that diverges from it, and a shorter one.
     parted = [*longer[:-3], *encoded(tiny, " and buys")]
     (row,) = run(engine, request_of(tiny, parted))
-    assert engine.read - before == len(parted) - 1 - (len(longer) - 3)
+    assert engine._reader.read - before == len(parted) - 1 - (len(longer) - 3)
     assert equals_fresh_row(tiny, row)
-    before = engine.read
+    before = engine._reader.read
     (row,) = run(engine, request_of(tiny, parted[:9]))
-    assert engine.read == before
+    assert engine._reader.read == before
     assert equals_fresh_row(tiny, row)
 
 
@@ -272,14 +272,14 @@ def test_a_prefill_that_was_stopped_is_continued(
     with monkeypatch.context() as patch:
         patch.setattr(PromptReader, "_read_part", stop_in_the_long_one)
         _, stopped = run(engine, request_of(tiny, short), request_of(tiny, long))
-    assert (stopped.finish_reason, engine.read) == ("interrupt", len(short) - 1 + 16)
+    assert (stopped.finish_reason, engine._reader.read) == ("interrupt", len(short) - 1 + 16)
     # The first slot does not take the prompt from the second, which has only its first part.
     (row,) = run(engine, request_of(tiny, long))
     assert equals_fresh_row(tiny, row)
     # The second slot continues from its cached part.
-    before = engine.read
+    before = engine._reader.read
     _, row = run(engine, request_of(tiny, short), request_of(tiny, [*long, *short]))
-    assert engine.read - before == len(short) - 2 + len(long) + len(short) - 1 - 16
+    assert engine._reader.read - before == len(short) - 2 + len(long) + len(short) - 1 - 16
     assert equals_fresh_row(tiny, row)
 
 
@@ -304,7 +304,7 @@ def test_an_aborted_run_leaves_no_cache(tiny: LanguageModel) -> None:
     left: Any = engine.run([wanted])
     next(left)
     left.close()
-    before = engine.read
+    before = engine._reader.read
     (row,) = run(engine, wanted)
-    assert engine.read - before == len(wanted.prompt) - 1
+    assert engine._reader.read - before == len(wanted.prompt) - 1
     assert equals_fresh_row(tiny, row)
