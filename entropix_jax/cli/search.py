@@ -19,12 +19,7 @@ _SHOWN = 60  # characters of a continuation
 
 
 def run_search(
-    model: "LanguageModel",
-    request: "Request",
-    method: "Method",
-    forks: int,
-    *,
-    as_json: bool,
+    model: "LanguageModel", request: "Request", method: "Method", forks: int, *, as_json: bool
 ) -> int:
     """Runs a search, prints the chosen text and the tree of continuations, and returns the exit
     status."""

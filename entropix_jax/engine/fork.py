@@ -78,9 +78,7 @@ def want_fork(state: DecodeState, step: Step, parts: Parts) -> DecodeState:
         tally=step.tally_before,
     )
     state = replace(
-        state,
-        fork=where_rows(wants, new, state.fork),
-        status=jnp.where(wants, FORKS, state.status),
+        state, fork=where_rows(wants, new, state.fork), status=jnp.where(wants, FORKS, state.status)
     )
     return _begin(state, wants & (step.width == 1), jnp.zeros_like(step.width))
 

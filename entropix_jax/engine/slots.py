@@ -228,11 +228,7 @@ def share_prefix(
 @partial(jax.jit, donate_argnames="state")
 @split_rows(ROWS)
 def answer(
-    state: DecodeState,
-    row: jax.Array,
-    tokens: jax.Array,
-    count: jax.Array,
-    action: jax.Array,
+    state: DecodeState, row: jax.Array, tokens: jax.Array, count: jax.Array, action: jax.Array
 ) -> DecodeState:
     """Resumes a waiting row, forcing the host's tokens next. With no tokens the row samples
     normally.

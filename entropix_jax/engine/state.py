@@ -9,13 +9,7 @@ from flax import struct
 
 from entropix_jax.model.cache import KVCache
 from entropix_jax.sampler.settings import Parts, SamplerSettings
-from entropix_jax.sampler.state import (
-    Choice,
-    RowView,
-    SamplerState,
-    Step,
-    Tally,
-)
+from entropix_jax.sampler.state import Choice, RowView, SamplerState, Step, Tally
 from entropix_jax.stats import AttnStats, top
 
 # Status of a row. All but RUNNING say why it does not run.

@@ -73,11 +73,7 @@ def forward(
     # Jitted so that identical layers are traced once; XLA inlines it.
     @partial(jax.jit, static_argnames="rotates")
     def one_layer(
-        layer: LayerParams,
-        hidden: jax.Array,
-        cached: tuple[jax.Array, jax.Array],
-        *,
-        rotates: bool,
+        layer: LayerParams, hidden: jax.Array, cached: tuple[jax.Array, jax.Array], *, rotates: bool
     ) -> tuple[Any, ...]:
         # Attention.
         normed = rms_norm(hidden, layer.attention_norm, config.norm_eps)

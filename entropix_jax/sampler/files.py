@@ -17,7 +17,7 @@ from entropix_jax.host.resources import resource_folder
 _ALIASES = {"quadrants": "entropix"}
 # Removed keys, each with the hint of its error.
 _OLD_KEYS = {
-    "thresholds.calibrated": 'thresholds are percentiles now, such as thresholds.h1 = "30%"',
+    "thresholds.calibrated": 'thresholds are percentiles now, such as thresholds.h1 = "30%"'
 }
 
 

@@ -391,10 +391,7 @@ BAD: list[tuple[list[object], str]] = [
     ),
     (["--prompt"], "argument --prompt: expected one argument"),
     (["--prompt", "a", "--max-new-tokens", 0], "--max-new-tokens must be at least 1, not 0"),
-    (
-        ["--prompt", "a", "--max-new-tokens", "many"],
-        "--max-new-tokens: invalid int value: 'many'",
-    ),
+    (["--prompt", "a", "--max-new-tokens", "many"], "--max-new-tokens: invalid int value: 'many'"),
     (short("--samples", 10**9), "--samples must be at most 1024, not 1000000000"),
     (short("--dtype", "int4"), "argument --dtype/--weights: invalid choice: 'int4' (choose from"),
     (short("--precision", "int8"), "argument --precision: invalid choice: 'int8'"),

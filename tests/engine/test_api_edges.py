@@ -93,10 +93,7 @@ CAUSES: list[tuple[Callable[[Place], Any], str]] = [
     (lambda at: Rows().save_report(at.folder / "a.html"), "a trace needs rows of one"),
     (lambda at: at.stream("Once", BANNED), "draw.bans holds 1073741824, which is not a token id"),
     (lambda at: at.stream("Once", RAISED), "draw.bias holds 1073741824, which is not a token id"),
-    (
-        lambda at: at.rows(recording=Recording(top=10**6)),
-        "likely tokens must be at most 1024",
-    ),
+    (lambda at: at.rows(recording=Recording(top=10**6)), "likely tokens must be at most 1024"),
     (lambda at: at.without_memory().rows(), "1 row of 256 tokens would not fit into memory: cache"),
     (lambda at: run_specs(at.model, []), "no request"),
     (lambda at: at.stream(""), "the prompt is empty"),

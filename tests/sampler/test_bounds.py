@@ -14,16 +14,7 @@ from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.state import MAX_ATTEMPTS
 from tests.support.model_folders import token_ids
 from tests.support.runs import Spec, run_specs
-from tests.support.samplers import (
-    ARMS,
-    BATCH,
-    LITERAL,
-    Job,
-    Line,
-    generate,
-    params_of,
-    tiny_model,
-)
+from tests.support.samplers import ARMS, BATCH, LITERAL, Job, Line, generate, params_of, tiny_model
 
 MODEL = tiny_model()
 HUGE = 10**6

@@ -256,11 +256,7 @@ def write_dialogue(world: World, name: str) -> Document:
 # Chats: possibly a system message, then questions and answers.
 
 _ORDER_REST = {"You": " are a helpful assistant.", "Work": " step by step.", "Answer": " at once."}
-_DIRECT = {
-    "You": DIRECT,
-    "Work": 0.0,
-    "Answer": 1.0,
-}  # probability of an answer without steps
+_DIRECT = {"You": DIRECT, "Work": 0.0, "Answer": 1.0}  # probability of an answer without steps
 _USER, _ASSISTANT = (f"{TURN_END}{HEADER}{role}{HEADER_END}\n\n" for role in ("user", "assistant"))
 
 _REQUEST = weighted(
@@ -280,8 +276,7 @@ _REQUEST = weighted(
 _OFFER_REST = {"Can": " I help you?", "How": " can I help you?", "What": " can I do?"}
 _TOWN = uniform("name", spaced(lexicon.TOWNS))
 _TOPIC = weighted(
-    "fork",
-    {" the": 0.3, **{f" {n}": 0.7 / len(FIRST_OPERANDS) for n in FIRST_OPERANDS}},
+    "fork", {" the": 0.3, **{f" {n}": 0.7 / len(FIRST_OPERANDS) for n in FIRST_OPERANDS}}
 )
 _AMOUNT = uniform("number", [f" {n}" for n in START])
 _LENGTHS = {"three": 3, "four": 4, "five": 5}

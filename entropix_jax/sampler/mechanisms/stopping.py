@@ -115,7 +115,5 @@ BUDGET_FORCING = Mechanism(
     ),
 )
 CONFIDENCE = Mechanism(
-    "confidence",
-    control=end_unsure,
-    active=lambda settings: settings.confidence.threshold > 0,
+    "confidence", control=end_unsure, active=lambda settings: settings.confidence.threshold > 0
 )
