@@ -145,11 +145,13 @@ def test_markup_is_escaped() -> None:
     assert {"mathjax_ignore", "tex2jax_ignore"} <= set(classes.split())
 
 
-def test_the_table_of_shares() -> None:
+def test_the_table_of_shares_and_the_text_of_a_row() -> None:
     row = row_of(
         *[word("a", "lelv", entropy=0.5, varentropy=1.0)] * 3, word("b", "mid", entropy=2.0)
     )
     cells = Page(row._repr_html_()).cells
+    assert repr(row) == "<Row 0: 4 tokens, running: 'aaab'>"
+    assert repr(row_of(word("a"), finish_reason="eos")) == "<Row 0: 1 token, eos: 'a'>"
     assert cells[5:10] == ["certain (LELV)", "3", "75%", "0.50 bits", "1.00 bits²"]
     assert cells[10:15] == ["undecided (HELV)", "0", "0%", "–", "–"]
     assert cells[-5:] == ["between (MID)", "1", "25%", "2.00 bits", "0.00 bits²"]
