@@ -124,7 +124,7 @@ def _json_rows(lines: Iterator[str], address: str) -> _Rows:
     for line, text in enumerate(lines, start=1):
         raw = text.encode("utf-8", "surrogateescape").strip()
         if line == 1 and (raw[:1] == b"[" or raw == b"{"):
-            raise UserError(f"{address}: JSON over several lines: see `jq -c '.[]'` for JSON Lines")
+            raise UserError(f"{address}: one JSON document: `jq -c '.[]'` makes JSON Lines of it")
         if raw:
             yield line, content_hash(raw), partial(_parse_json, raw)
 

@@ -70,7 +70,7 @@ def _file_of(folder: Path) -> Path:
         patterns = (f"{depth}/{name}" for depth in ("*", "*/*") for name in (CONFIG_FILE, "*.gguf"))
         found = {p.parent.relative_to(folder) for each in patterns for p in folder.glob(each)}
         if names := ", ".join(sorted(map(str, found))[:8]):
-            raise UserError(f"{folder}: no model, but its subfolders have some: name one: {names}")
+            raise UserError(f"{folder}: no model, only subfolders with models: name one of {names}")
         return folder
     if len(files) > 1 and not all(PART.search(path.name) for path in files):
         raise UserError(f"{folder}: contains {len(files)} GGUF files: name one of them")

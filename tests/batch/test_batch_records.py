@@ -247,7 +247,7 @@ def test_errors_of_headers() -> None:
 
 
 def test_other_formats_are_recognised() -> None:
-    several = "JSON over several lines: see `jq -c"
+    several = "one JSON document: `jq -c"
     for start, message in (
         *((b"[{}]", several), (b'[\n{"prompt": "a"}', several), (b'{\n"prompt": "a"}', several)),
         (gzip.compress(b"{}"), "neither JSON Lines nor CSV: a compressed file needs a suffix"),

@@ -147,8 +147,8 @@ def test_recorded_tops_and_layers(model: LanguageModel) -> None:
 def test_errors_of_texts(model: LanguageModel, tmp_path: Path) -> None:
     for length, options, message in (
         (1, {}, "too short"),
-        (5, {"context": MAX_POSITIONS + 1}, f"2 to {MAX_POSITIONS} tokens, not 121"),
-        (5, {"recording": Recording(top=10**6)}, "most likely tokens cannot be recorded"),
+        (5, {"context": MAX_POSITIONS + 1}, f"at most {MAX_POSITIONS}, not 121"),
+        (5, {"recording": Recording(top=10**6)}, "likely tokens must be at most"),
     ):
         with pytest.raises(UserError, match=message):
             list(scored(model, text_of(length), QUADRANTS, **options))

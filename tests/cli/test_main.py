@@ -413,7 +413,7 @@ BAD: list[tuple[list[object], str]] = [
     (["--messages", "messages.json", "--system", "a"], "cannot be used with --messages"),
     (["--messages", "deep.json"], "deep.json: not valid JSON"),
     (["--messages", "contentless.json"], "message 1 must be an object with a text"),
-    (short("--trace-top", 99999), "the 99999 most likely tokens cannot be recorded"),
+    (short("--trace-top", 99999), "likely tokens must be at most 1024"),
     (short("--trace-top", -1), "--trace-top must be at least 0, not -1"),
     (short("--trace", "missing/trace.jsonl"), "cannot be written: no folder missing"),
     (short("--trace", "/dev/full"), "/dev/full: cannot be written: No space left on device"),
