@@ -184,10 +184,11 @@ class Row(RowState):
         numbers = numbers[place.branch :][:1] if place.branch >= 0 else numbers
         groups = self.draws(place, penalised, p, numbers)
         best = [float(place.log_probs[group].min()) for group in groups]
-        least = max(best) - self.tolerance
+        least = max(one - self.rounding(one) for one in best)
         drawn = [group[0] for group in groups]
         first = max(drawn, key=lambda token: float(place.log_probs[token]))
-        others = {token for group in groups for token in group if place.log_probs[token] >= least}
+        highest = place.log_probs + self.rounding(place.log_probs)
+        others = {token for group in groups for token in group if highest[token] >= least}
         return [first, *sorted(others - {first})]
 
     def draws(
@@ -197,7 +198,8 @@ class Row(RowState):
         those that it may be within rounding."""
         found: list[dict[int, None]] = [{} for _ in numbers]
         if p.temperature <= 0:
-            top = penalised >= penalised.max() - self.tolerance
+            slack = self.rounding(place.log_probs)
+            top = penalised + slack >= (penalised - slack).max()
             order = [int(np.argmax(penalised)), *map(int, np.flatnonzero(top))]
             return [[*dict.fromkeys(order)] for _ in numbers]
         for slack in (0.0, self.tolerance, -self.tolerance):

@@ -208,8 +208,12 @@ class RowState:
         if isinstance(value, tuple):
             return recorded in value
         if isinstance(value, float) and isinstance(recorded, int | float):
-            return abs(recorded - value) <= self.tolerance * (1 + abs(value))
+            return abs(recorded - value) <= self.rounding(value)
         return bool(recorded == value)
+
+    def rounding(self, value: Any) -> Any:
+        """Returns the rounding error of a recomputed value or array."""
+        return self.tolerance * (1 + abs(value))
 
     def check(self, line: Line, stage: str, **values: Any) -> None:
         """Raises Doubt for the first field that differs."""

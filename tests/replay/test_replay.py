@@ -8,14 +8,18 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.names import REGIMES
 from entropix_jax.replay import read_trace, replay
+from entropix_jax.replay.row import Row
+from entropix_jax.replay.state import tolerance
 from entropix_jax.sampler.mechanisms import ACTIONS
 from tests.support.replays import CASES, CachedReader, alter, record, write
 from tests.support.traces import read_trace as read_lines
@@ -41,6 +45,16 @@ def test_every_token_follows(name: str, traces: dict[str, Path], reader: CachedR
     assert str(found.doubt or "") == ""
     assert found.tokens == len(read_lines(traces[name])) - 2
     assert found.rounded <= 1
+
+
+def test_rounding_decides_between_likely_tokens() -> None:
+    """Each log-probability of bfloat16 may be off by a tenth, and by a tenth of its value."""
+    row: Any = object.__new__(Row)
+    row.tolerance = tolerance(2.0**-7)
+    log_probs = np.log([0.26, 0.07, 0.3, 0.37])
+    place: Any = SimpleNamespace(log_probs=log_probs)
+    greedy: Any = SimpleNamespace(temperature=0.0)
+    assert row.draws(place, log_probs + 20, greedy, np.zeros(1)) == [[3, 0, 2]]
 
 
 def count_events(lines: Sequence[Mapping[str, Any]]) -> Counter[str]:
