@@ -94,7 +94,7 @@ def run_study(
         UserError: any error that a user can fix.
     """
     # Check what can be checked before the model is loaded.
-    require("lab", "matplotlib", "pandas", "tabulate")
+    require("lab", "matplotlib", "pandas", "sacrebleu", "tabulate")
     check_range("--slots", options.slots, 1)
     check_cluster(options.ray, options.cpus_per_actor)
     with show_status("loading JAX"):

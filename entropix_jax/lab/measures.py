@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -61,11 +60,10 @@ def self_bleu(texts: Sequence[str]) -> float | None:
     """Self-BLEU (Zhu et al. 2018) of one prompt's samples: the mean BLEU-4 of each against all the
     others, by sacrebleu; 1 for equal texts.
 
-    Empty texts are left out. None for fewer than two others, or without sacrebleu, which comes with
-    the extra `harness`.
+    Empty texts are left out. None for fewer than two others.
     """
     texts = [text for text in texts if text.strip()]
-    if len(texts) < 2 or importlib.util.find_spec("sacrebleu") is None:
+    if len(texts) < 2:
         return None
     from sacrebleu.metrics import BLEU
     from sacrebleu.metrics.helpers import extract_all_word_ngrams

@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from entropix_jax.batch.records import content_hash
-from entropix_jax.errors import UserError, nearest, require
+from entropix_jax.errors import UserError, nearest
 from entropix_jax.host.files import read_bytes, replacing
 from entropix_jax.lab.findings import SELF_BLEU, analyse
 from entropix_jax.lab.page import format_page
@@ -59,7 +59,6 @@ def _check_comparison(comparison: Comparison, sweep: Sweep, tasks: Mapping[str, 
     if not compared:
         raise UserError(f"{key}: no score to compare: {', '.join(tasks)} has none")
     if comparison.by == SELF_BLEU:
-        require("harness", "sacrebleu")
         for name in compared:
             if len(_seeds(sweep, name)) < 2:
                 raise UserError(f"{key}.by = '{SELF_BLEU}': task '{name}' has one seed: needs two")

@@ -113,7 +113,6 @@ def value(findings: Findings, task: str, setting: str, measure: str) -> Interval
 
 def test_the_page_has_the_recorded_figures(findings: Findings) -> None:
     """Most figures were recorded with an earlier implementation without data frames."""
-    pytest.importorskip("sacrebleu")
     assert format_page(findings, {"description": "", "seeds": "0"}) == RECORDED.read_text()
 
 
@@ -237,8 +236,6 @@ def curve_of(cost: str, tasks: tuple[str, ...], margin: float | None = None) -> 
 @pytest.mark.parametrize("cost", ["forwards", "self_bleu"])
 @pytest.mark.parametrize("tasks", [(), ("rules",)])
 def test_a_comparison_bootstraps_heights_over_a_curve(cost: str, tasks: tuple[str, ...]) -> None:
-    if cost == "self_bleu":
-        pytest.importorskip("sacrebleu")
     names = tasks or SCORED
     ((_, found),) = analyse_rows([*rows()], curve_of(cost, tasks, 2.0)).comparisons
     assert [*found["setting"]] == ["wide", "plain", "sharp", "sharp - wide", "plain - sharp"]
