@@ -53,8 +53,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         module = importlib.import_module(f"entropix_jax.{COMMANDS[name][0]}")
         options = getattr(module, "Arguments", None)
         prog = f"entropix-jax {name}"
-        status: int = module.run(parse(options, arguments, prog) if options else arguments)
-        return status
+        return int(module.run(parse(options, arguments, prog) if options else arguments))
     if name == "--version":
         print(f"entropix-jax {__version__}")
         return 0

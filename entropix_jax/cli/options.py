@@ -223,7 +223,8 @@ def parse(arguments: Any, argv: Sequence[str], prog: str) -> Any:
         allow_abbrev=False,
     )
     names = _add_options(parser, arguments)
-    found, unknown = parser.parse_known_args(argv)
+    written = {f"--{name[2:].replace('-', '_')}": name for name in names}  # as other programs do
+    found, unknown = parser.parse_known_args([written.get(one, one) for one in argv])
     if unknown and not unknown[0].startswith("-"):
         hint = "".join(f": give a text as {o} TEXT" for o in ("--prompt", "--text") if o in names)
         raise UserError(f"unexpected argument '{unknown[0]}'{hint} (see {prog} --help)")

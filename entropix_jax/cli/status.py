@@ -198,7 +198,4 @@ class ProgressView:
 
 def is_terminal(stream: Any) -> bool:
     """Whether a stream is an open terminal."""
-    try:
-        return stream is not None and stream.isatty()
-    except ValueError:  # closed
-        return False
+    return stream is not None and not stream.closed and stream.isatty()

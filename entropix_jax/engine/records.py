@@ -75,7 +75,7 @@ def outcomes(
     reports = records.live | records.joined.joins
     records = jax.tree.map(lambda x: x[reports], records)
     slot = slot_of[records.parent]
-    indices = range(len(slot))
+    indices, end = range(len(slot)), records.joined
     return map(
         StepOutcome,
         slot.tolist(),
@@ -83,7 +83,7 @@ def outcomes(
         _step_tokens([numbers[i] for i in slot], actions, records, recording, decode),
         plain(records.branch),
         [_candidates(records, i) for i in indices],
-        [_joined(records.joined, i) for i in indices],
+        [jax.tree.map(lambda x, i=i: plain(x[i]), end) if end.joins[i] else None for i in indices],
         plain(records.status),
         plain(records.rewinds),
         plain(records.settled),
@@ -138,11 +138,6 @@ def _candidates(records: StepRecord, i: int) -> list[tuple[int, float]]:
         return []
     ids, logprobs = plain(records.candidates[i, :width]), plain(records.logprobs[i, :width])
     return list(zip(ids, logprobs, strict=True))
-
-
-def _joined(joined: ForkEnd, i: int) -> ForkEnd | None:
-    """Returns the end of the fork in record `i`, as Python values; None without one."""
-    return jax.tree.map(lambda x: plain(x[i]), joined) if joined.joins[i] else None
 
 
 def measured(

@@ -208,7 +208,7 @@ class RowState:
         if isinstance(value, tuple):
             return recorded in value
         if isinstance(value, float) and isinstance(recorded, int | float):
-            return abs(recorded - value) <= self.rounding(value)
+            return bool(abs(recorded - value) <= self.rounding(value))
         return bool(recorded == value)
 
     def rounding(self, value: Any) -> Any:

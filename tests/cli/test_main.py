@@ -242,7 +242,7 @@ def test_stop_strings(command: Command) -> None:
 
 def test_options_reach_the_run(command: Command, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    recorded = ["--trace", trace, "--trace-top", 2, "--trace-layers"]
+    recorded = ["--trace", trace, "--trace_top", 2, "--trace-layers"]
     types = ["--weights", "int8", "--precision", "bfloat16"]
     options = short(*types, "--sampler", "greedy", *recorded, tokens=10**12)
     result = command(*options)
