@@ -95,7 +95,7 @@ CAUSES: list[tuple[Callable[[Place], Any], str]] = [
     (lambda at: at.stream("Once", RAISED), "draw.bias holds 1073741824, which is not a token id"),
     (lambda at: at.rows(recording=Recording(top=10**6)), "likely tokens must be at most 1024"),
     (lambda at: at.without_memory().rows(), "1 row of 256 tokens would not fit into memory: cache"),
-    (lambda at: run_specs(at.model, []), "no request"),
+    (lambda at: run_specs(at.model, []), "the list of requests is empty"),
     (lambda at: at.stream(""), "the prompt is empty"),
     (lambda at: at.stream([]), "messages must be a non-empty list"),
     (lambda at: at.stream("Once", samples=0), "samples must be at least 1, not 0"),

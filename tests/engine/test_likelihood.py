@@ -140,7 +140,7 @@ def test_invalid_pairs_are_reported(model: LanguageModel, tmp_path: Path) -> Non
         with pytest.raises(UserError, match=complaint):
             log_likelihoods(model, [good, bad], context=40)
     assert check_context(load("tiny"), None) == 1024
-    with pytest.raises(UserError, match=f"1 to {MAX_POSITIONS} tokens, not {MAX_POSITIONS + 1}"):
+    with pytest.raises(UserError, match=f"at most {MAX_POSITIONS}, not {MAX_POSITIONS + 1}"):
         log_likelihoods(model, [good], context=MAX_POSITIONS + 1)
     broken = load(str(write_model(tmp_path / "bad", poisoned(5))))
     with pytest.raises(UserError, match="pair 1: NaN or infinite logits at position 2"):

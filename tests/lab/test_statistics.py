@@ -288,11 +288,6 @@ def test_self_bleu() -> None:
     assert self_bleu(["a b", " "]) is None
 
 
-def test_self_bleu_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert self_bleu(["a b", "a b"]) is None
-
-
 def row_of(*tokens: dict[str, float]) -> Row:
     records: list[Any] = [SimpleNamespace(**one) for one in tokens]
     return Row(unrun(), tokens=records)

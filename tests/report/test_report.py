@@ -160,7 +160,7 @@ def test_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("pipe", "page.html", "pipe: not a regular file: give a trace"),
         # Errors with advice.
         ("batch", "page.html", "a batch's output has no page: run batch with --trace DIR"),
-        ("trace.jsonl", None, "--output FILE.html"),
+        ("trace.jsonl", None, "required: --output"),
     ],
 )
 def test_errors_of_report(

@@ -218,7 +218,7 @@ def test_bad_files(tmp_path: Path, text: str, words: str) -> None:
 def test_unreadable_files(tmp_path: Path) -> None:
     assert "did you mean 'entropix'?" in refused("entropics")
     (tmp_path / "folder.toml").mkdir()
-    assert "cannot be read" in refused(str(tmp_path / "folder.toml"))
+    assert "not a regular file" in refused(str(tmp_path / "folder.toml"))
     (tmp_path / "latin.toml").write_bytes(b'description = "\xe9"')
     assert "not UTF-8" in refused(str(tmp_path / "latin.toml"))
 
