@@ -220,7 +220,7 @@ class Programs:
                 self._changed.notify_all()
                 # A process that ends waits for one program at most.
                 if not (self._queue and threading.main_thread().is_alive()):
-                    self._queue.clear()  # nobody waits for a program that nobody compiles
+                    self._queue.clear()  # so that no thread waits for them
                     self._current = None
                     return
                 self._current, compile_program = self._queue.popitem(last=False)

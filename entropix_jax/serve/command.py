@@ -182,7 +182,7 @@ def _serve(
 def _await_programs(programs: "Programs", stops: Callable[[], bool]) -> None:
     """Waits for the programs without which no request can run. UserError if one fails to compile,
     whose reason it has."""
-    status, message = StatusLine(), "compiling programs (takes minutes, once)"
+    status, message = StatusLine(), "compiling programs, which later starts reuse"
     if not status.enabled:
         print(f"{message} ...", file=sys.stderr)
     try:

@@ -38,7 +38,7 @@ def test_serve_drains_at_a_signal(tiny: LanguageModel) -> None:
         slots = 2 + shared_lanes(2)
         plan = plan_memory(tiny.config, tiny.precision, slots=slots, capacity=512, mesh=None)
         assert str(plan) in lines[0]
-        assert lines[1] == "compiling programs (takes minutes, once) ...\n"
+        assert lines[1] == "compiling programs, which later starts reuse ...\n"
         assert lines[2].startswith("tiny: page at http://127.0.0.1:")
         url = lines[2].split()[-1]
         assert lines[2] == f"tiny: page at {url[:-2]}, API listening on {url}\n"
