@@ -373,10 +373,7 @@ def test_bad_sweeps(tmp_path: Path, text: str, words: str) -> None:
         ("forwards", "", ""),
     ],
 )
-def test_tasks_of_a_comparison(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str, text: str, words: str
-) -> None:
-    monkeypatch.setattr(outputs, "require", lambda *_: None)
+def test_tasks_of_a_comparison(tmp_path: Path, by: str, text: str, words: str) -> None:
     path = write(
         tmp_path,
         "tasks = ['sums', 'facts', 'writing:p.csv']\nseeds = [0, 1]\nmost_seeds = { facts = 1 }\n"
