@@ -234,5 +234,4 @@ def _count_slots(model: LanguageModel, rows: int, capacity: int) -> int:
     if model.mesh is not None:
         return rows
     slots = min(rows, _MAX_SLOTS)
-    fitting = max_slots(model.config, model.precision, slots=slots, capacity=capacity, mesh=None)
-    return max(fitting, 1)
+    return max(max_slots(model, slots=slots, capacity=capacity), 1)

@@ -269,13 +269,8 @@ class Engine(Roster):
 
     def _check_cache(self, lanes: int) -> None:
         """UserError unless the slots and `lanes` lanes of each shard fit into memory."""
-        check_cache(
-            self._model.config,
-            self._model.precision,
-            slots=self._layout.slots + self._layout.shards * lanes,
-            capacity=self._capacity,
-            mesh=self._model.mesh,
-        )
+        slots = self._layout.slots + self._layout.shards * lanes
+        check_cache(self._model, slots=slots, capacity=self._capacity)
 
     def _compile_ahead(self) -> None:
         """Queues the first chunk's program, which is compiled or loaded while the host reads a

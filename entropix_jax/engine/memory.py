@@ -13,6 +13,7 @@ from entropix_jax.errors import UserError
 from entropix_jax.host.memory import as_size, free_share
 from entropix_jax.model.cache import cache_dtype
 from entropix_jax.model.config import ModelConfig
+from entropix_jax.model.loading import LanguageModel
 from entropix_jax.model.mesh import DATA, MODEL, weights_bytes
 from entropix_jax.model.precision import Precision
 
@@ -71,11 +72,10 @@ def check_memory(
     )
 
 
-def max_slots(
-    config: ModelConfig, precision: Precision, *, slots: int, capacity: int, mesh: Mesh | None
-) -> int:
+def max_slots(model: LanguageModel, *, slots: int, capacity: int) -> int:
     """Returns how many slots, up to `slots`, fit next to loaded weights if a fifth of free memory
     is left for prompts: a multiple of the `data` devices; `slots` if free memory is unknown."""
+    config, precision, mesh = model.config, model.precision, model.mesh
     plan = plan_memory(config, precision, slots=slots, capacity=capacity, mesh=mesh)
     free = free_share(mesh, plan.weights)
     if free is None:
@@ -83,10 +83,9 @@ def max_slots(
     return _count_fitting(plan, slots, plan.weights + free * 4 // 5, mesh)
 
 
-def check_cache(
-    config: ModelConfig, precision: Precision, *, slots: int, capacity: int, mesh: Mesh | None
-) -> None:
+def check_cache(model: LanguageModel, *, slots: int, capacity: int) -> None:
     """Raises UserError unless the cache and logits of rows fit next to loaded weights."""
+    config, precision, mesh = model.config, model.precision, model.mesh
     plan = plan_memory(config, precision, slots=slots, capacity=capacity, mesh=mesh)
     needed, free = plan.cache + plan.logits, free_share(mesh, plan.weights)
     if free is not None and needed > free:

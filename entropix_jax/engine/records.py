@@ -175,6 +175,5 @@ def check_recording(model: LanguageModel, recording: Recording | None) -> Record
     given, types = vars(recording or Recording()), Recording.__annotations__
     recording = Recording(**{name: check_type(name, given[name], types[name]) for name in types})
     most = min(MAX_TOP, model.config.vocab_size)
-    most = min(MAX_TOP, model.config.vocab_size)
     check_range("the number of recorded most likely tokens", recording.top, 0, most)
     return recording

@@ -7,7 +7,7 @@ a search, although rows run ahead of each other.
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -187,7 +187,7 @@ class Search:
             raise UserError(f"method '{self.method.name}' votes, but these texts have no answers")
         answers = [None if extract is None or row.error else extract(row.text) for row in self.rows]
         counts = Counter(answer for answer in answers if answer is not None)
-        chosen = self._choose(answers, counts)
+        chosen = self._choose(answers)
         return Outcome(
             rows=tuple(self.rows),
             forks=tuple(self.made),
@@ -262,17 +262,13 @@ class Search:
         engine.force(fork, [token_id])
         return fork
 
-    def _choose(self, answers: Sequence[str | None], counts: Counter[str]) -> int:
+    def _choose(self, answers: Sequence[str | None]) -> int:
         choice, numbers = self.method.choice, range(len(self.rows))
         if choice == "first":
             return self._first or 0
         if self.method.votes:
-            weights: dict[str, float] = dict(counts)
-            if choice == "weighted":
-                for answer in counts:
-                    own = (r for r, a in zip(self.rows, answers, strict=True) if a == answer)
-                    weights[answer] = math.fsum(map(_lowest_confidence, own))
-            return answers.index(max(weights, key=weights.__getitem__, default=None))
+            weights = [*map(_lowest_confidence, self.rows)] if choice == "weighted" else None
+            return answers.index(vote(answers, weights))
         value = _mean_logprob if choice == "likeliest" else _lowest_confidence
         sound = [index for index in numbers if self.rows[index].error is None] or numbers
         return max(sound, key=lambda index: value(self.rows[index]))
@@ -335,6 +331,16 @@ def end_row(engine: Engine, row: Row, count: int) -> None:
         live = [index for index, (_, retracted) in enumerate(row.log) if not retracted]
         row.log = row.log[: live[count - 1] + 1]
         row.retracted_tokens = [token for token, retracted in row.log if retracted]
+
+
+def vote(answers: Sequence[str | None], weights: Sequence[float] | None = None) -> str | None:
+    """Returns the answer with the largest sum of weights, on a tie the first; None if no sample has
+    an answer. Without weights it is the most frequent one."""
+    own: defaultdict[str, list[float]] = defaultdict(list)
+    for answer, weight in zip(answers, weights or [1.0] * len(answers), strict=True):
+        if answer is not None:
+            own[answer].append(weight)
+    return max(own, key=lambda answer: math.fsum(own[answer])) if own else None
 
 
 def _mean_logprob(row: Row) -> float:

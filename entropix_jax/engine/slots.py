@@ -19,7 +19,6 @@ from entropix_jax.model.mesh import (
     broadcast_row,
     in_shard,
     local_index,
-    place,
     row_shardings,
     split_rows,
 )
@@ -132,9 +131,8 @@ def empty_slots(
         status=full(STOPPED),
         lanes=layout.lanes,
     )
-    if mesh is not None:
-        return place(state, row_shardings(mesh, state))
-    placed: DecodeState = jax.device_put(state)
+    shardings = None if mesh is None else row_shardings(mesh, state)
+    placed: DecodeState = jax.device_put(state, shardings)
     return placed
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pandas as pd
 
-from entropix_jax.errors import require
 from entropix_jax.host.files import replacing
 from entropix_jax.lab.findings import SCORE, Findings
 from entropix_jax.lab.statistics import NOT_SIGNIFICANT, Interval
@@ -27,9 +26,8 @@ def draw_plots(findings: Findings, folder: Path) -> list[str]:
     The folder is created if it is missing.
 
     Raises:
-        UserError: a file cannot be written, or matplotlib is not installed.
+        UserError: a file cannot be written.
     """
-    require("lab", "matplotlib")
     if not findings.overall:
         return []
     return [
@@ -48,9 +46,9 @@ def _figure(
     import matplotlib
     from matplotlib import pyplot
 
-    # No window, and files that are the same from run to run.
+    # No window, files that are the same from run to run, and no mathematics in a name with `$`.
     pyplot.switch_backend("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "entropix_jax"
+    matplotlib.rcParams.update({"svg.hashsalt": "entropix_jax", "text.parse_math": False})
     size = (width, min(height, _MAX_HEIGHT))
     drawn, axes = pyplot.subplots(
         1, panels, figsize=size, layout="constrained", sharey=True, squeeze=False
@@ -78,11 +76,6 @@ def error_bars(scores: Sequence[Interval]) -> list[list[float]]:
     ]
 
 
-def _escape(name: str) -> str:
-    """Escapes a name, so that matplotlib does not read `$` as mathematics."""
-    return name.replace("$", r"\$")
-
-
 def _overall(findings: Findings) -> pd.Series:
     """The scores over all scored tasks, by setting."""
     values = findings.values
@@ -104,7 +97,7 @@ def _scores(findings: Findings, folder: Path) -> str:
                 yerr=error_bars([estimates[name]]),
                 fmt=MARKERS[number // len(COLOURS) % len(MARKERS)],
                 color=COLOURS[number % len(COLOURS)],
-                label=_escape(name),
+                label=name,
                 capsize=2,
                 markersize=5,
                 linewidth=1,
@@ -112,7 +105,7 @@ def _scores(findings: Findings, folder: Path) -> str:
         if len(several):
             groups = several.groupby(["task", "setting", "kind"])
             votes = groups.get_group((findings.overall, findings.baselines[0], MAJORITY))
-            label = _escape(f"majorities of {findings.baselines[0]} samples")
+            label = f"majorities of {findings.baselines[0]} samples"
             style, estimates = {"color": "#888888"}, [*votes["estimate"]]
             low, high = [e.low for e in estimates], [e.high for e in estimates]
             axes.plot(votes["forwards"], [e.value for e in estimates], label=label, **style)
@@ -139,12 +132,11 @@ def _differences(findings: Findings, folder: Path) -> list[str]:
         with _figure(folder, names[-1], width=width, height=height, panels=len(tasks)) as panels:
             for panel, (task, of_task) in zip(panels, tasks, strict=True):
                 _forest(panel, of_task)
-                panel.set_title(_escape(task), fontsize=9)
-            panels[0].set_yticks(range(len(rows)), [_escape(name) for name in rows], fontsize=8)
+                panel.set_title(task, fontsize=9)
+            panels[0].set_yticks(range(len(rows)), rows, fontsize=8)
             panels[0].invert_yaxis()
-            panels[0].figure.supxlabel(
-                _escape(f"score over {baseline}, joint 95 % intervals"), fontsize=9
-            )
+            label = f"score over {baseline}, joint 95 % intervals"
+            panels[0].figure.supxlabel(label, fontsize=9)
     return names
 
 
@@ -184,7 +176,7 @@ def _responses(findings: Findings, folder: Path) -> list[str]:
             continue
         numeric = all(type(place) in (int, float) for place in points["place"])
         if not numeric:
-            points["place"] = [_escape(str(value)) for value in points["place"]]
+            points["place"] = points["place"].map(str)
         values = points["score"].map(lambda score: score.value)
         names.append(f"response-{key}")
         with _figure(folder, names[-1], width=6) as (axes,):

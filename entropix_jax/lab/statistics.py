@@ -1,4 +1,4 @@
-"""Statistics of scores: bootstrap intervals, also joint ones, paired differences, and AUROC.
+"""Statistics of scores: bootstrap intervals, also joint ones, and paired differences.
 
 Legend: I items. An item's score is a mean over seeds. The bootstrap resamples
 items, since seeds of one item are not independent.
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
@@ -78,12 +77,8 @@ class Bootstrap:
         """The mean over tasks of the mean over items of `values[I]`."""
         return float(self._even @ values)
 
-    def estimate(self, scores: Floats) -> Interval:
-        """The mean over tasks of the mean over items of `scores[I]`, with its interval."""
-        return percentile_interval(*self.mean_of(scores))
-
     def estimates(self, scores: Floats) -> list[Interval]:
-        """The estimates of each of `scores[n, I]`."""
+        """The means over tasks of the means over items of `scores[n, I]`, with intervals."""
         each = (self._weights @ scores.T).T
         return [percentile_interval(*own) for own in zip(map(self.mean, scores), each, strict=True)]
 
@@ -172,14 +167,3 @@ def joint_intervals(values: Sequence[float], resampled: Floats) -> list[Interval
         Interval(float(value), float(value - critical * s), float(value + critical * s))
         for value, s in zip(estimates, spread, strict=True)
     ]
-
-
-def auroc(scores: Floats, positive: NDArray[np.bool_]) -> float:
-    """Returns the area under the ROC curve: the probability that a positive case scores higher than
-    a negative one, with ties as half (Mann-Whitney). NaN if a class is empty or a score is NaN."""
-    positives, negatives = int(positive.sum()), int((~positive).sum())
-    if not positives or not negatives or np.isnan(scores).any():
-        return float("nan")
-    ranks = pd.Series(scores).rank().to_numpy()  # from 1; ties share their mean
-    total = float(ranks[positive].sum())
-    return (total - positives * (positives + 1) / 2) / (positives * negatives)

@@ -147,7 +147,7 @@ def read_sweep(
     """Reads a sweep file. For arguments and errors see `make_sweep`; messages name the file. A file
     may have the settings of another one in its folder besides its own, `settings_of = "NAME.toml"`.
     """
-    with _within(str(path)):
+    with within(str(path)):
         content = read_toml(path)
         if (name := content.pop("settings_of", None)) is not None:
             if not isinstance(name, str) or Path(name).name != name:
@@ -211,8 +211,8 @@ def _check_names(key: str, given: Sequence[str], names: Sequence[str]) -> None:
 
 
 @contextmanager
-def _within(where: str) -> Iterator[None]:
-    """Prefixes errors with their place."""
+def within(where: str) -> Iterator[None]:
+    """Prefixes the user errors of a block with their place."""
     try:
         yield
     except UserError as error:
@@ -398,7 +398,7 @@ class _Reader:
                 raise UserError(f"{where}.forks: needs a method")
             keys = ("sampler", "method", "forks")
             values = {key: value for key, value in own.values.items() if key not in keys}
-            with _within(where):
+            with within(where):
                 sampler = base if other is None else self._sampler(other, "sampler")
                 sampler = sampler.with_values(flatten_table(values))
                 method = SINGLE if named_method is None else find_method(named_method, METHODS)
@@ -419,7 +419,7 @@ class _Reader:
             raise UserError(f"grid: {number} settings: at most {_MAX_SETTINGS} are possible")
         for values in itertools.product(*axes.values()):
             point = dict(zip(axes, values, strict=True))
-            with _within("grid"):
+            with within("grid"):
                 sampler = base.with_values(point)
             yield Setting(name_setting(point), sampler, point)
 
@@ -444,7 +444,7 @@ class _Reader:
         for name, (place, sampler) in places.items():
             sampler = self.calibrate(sampler)
             group = [Setting(f"{name} #1", sampler)]
-            with _within("tuning"):
+            with within("tuning"):
                 if ranges := over.flat(name) if name in over else _shipped_ranges(sampler, place):
                     rng = Random(f"tuning {name}")
                     draws = draw_samplers(ranges, rng, sampler, number - 1, f"over.{name}")
@@ -457,10 +457,10 @@ class _Reader:
 
     def _sampler(self, name: str, where: str) -> Sampler:
         """A sampler with the changes of all settings."""
-        with _within(where):
+        with within(where):
             sampler = load_sampler(self._place(name), self.mechanisms)
         common = self.table.flat("set")
-        with _within("set"):
+        with within("set"):
             return sampler.with_values(common)
 
     def _place(self, name: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, SupportsFloat
 
 from entropix_jax.batch.records import Record, content_hash
 from entropix_jax.batch.run import EngineRun
-from entropix_jax.engine.calibrated import CalibratedSampler, calibrate_sampler
+from entropix_jax.engine.calibrated import calibrate_sampler
 from entropix_jax.engine.loop import Engine
 from entropix_jax.engine.request import Request
 from entropix_jax.engine.search import Search, recording_for
@@ -23,7 +23,7 @@ from entropix_jax.engine.state import Recording
 from entropix_jax.engine.tokens import encode_prompt
 from entropix_jax.errors import Note, UserError
 from entropix_jax.lab.measures import measure_row
-from entropix_jax.lab.sweep import NONE, ByTask, Setting, Sweep
+from entropix_jax.lab.sweep import NONE, ByTask, Setting, Sweep, within
 from entropix_jax.lab.tasks.task import Item, Split, Task
 from entropix_jax.model.loading import LanguageModel
 
@@ -106,10 +106,8 @@ def read_questions(
         if not isinstance(item.answer, str):
             raise UserError(f"{where}: the answer must be text, not {item.answer!r}")
         as_chat = chat or not isinstance(item.prompt, str)
-        try:
+        with within(where):
             prompt = tuple(encode_prompt(model, item.prompt, chat=as_chat))
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from None
         yield Question(task, item, prompt, ends, budget)
     if not ids:
         after = f" after the first {skip}" if skip else ""
@@ -231,8 +229,10 @@ class TrialRun(EngineRun):
         Raises:
             UserError: a sampler does not fit the model.
         """
-        self._model = model
-        own = {setting.name: self._calibrated(setting) for setting in settings}
+        own = {}
+        for setting in settings:
+            with within(f"setting '{setting.name}'"):
+                own[setting.name] = calibrate_sampler(setting.sampler, model)
         used = frozenset().union(*(sampler.parts.used for sampler in own.values()))
         self.samplers = {name: replace(sampler, others=used) for name, sampler in own.items()}
         for note in (note for sampler in self.samplers.values() for note in sampler.notes):
@@ -252,12 +252,6 @@ class TrialRun(EngineRun):
                 seconds = time.perf_counter() - (search.rows[0].started or 0.0)
                 trial: Trial = search.request.tag
                 store.write(trial.record, make_result(trial, search, seconds))
-
-    def _calibrated(self, setting: Setting) -> CalibratedSampler:
-        try:
-            return calibrate_sampler(setting.sampler, self._model)
-        except UserError as error:
-            raise UserError(f"setting '{setting.name}': {error}") from None
 
     def _requests(self, trials: Iterable[Trial | None], store: Results) -> Iterator[Request | None]:
         for trial in trials:

@@ -5,10 +5,10 @@ A vote may be weighted by confidence (Fu et al. 2025, "Deep Think with Confidenc
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
+
+from entropix_jax.engine.search import vote
 
 T = TypeVar("T")
 MAJORITY = "majority"
@@ -22,16 +22,6 @@ class Sample(NamedTuple):
     score: float
     logprob: float
     confidence: float
-
-
-def vote(answers: Sequence[str | None], weights: Sequence[float] | None = None) -> str | None:
-    """Returns the answer with the largest sum of weights, on a tie the first; None if no sample has
-    an answer. Without weights it is the most frequent one (self-consistency, Wang et al. 2022)."""
-    own: defaultdict[str, list[float]] = defaultdict(list)
-    for answer, weight in zip(answers, weights or [1.0] * len(answers), strict=True):
-        if answer is not None:
-            own[answer].append(weight)
-    return max(own, key=lambda answer: math.fsum(own[answer])) if own else None
 
 
 def rotate(samples: Sequence[T], k: int) -> list[list[T]]:

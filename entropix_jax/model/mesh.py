@@ -103,12 +103,6 @@ def weights_bytes(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh | None = Non
     return sum(map(math.prod, parts)) * dtype.itemsize
 
 
-def place(tree: _Tree, shardings: _Tree) -> _Tree:
-    """`jax.device_put`, typed."""
-    placed: _Tree = jax.device_put(tree, shardings)
-    return placed
-
-
 def split_rows(
     returns: Any,
 ) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:

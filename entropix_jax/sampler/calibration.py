@@ -141,11 +141,6 @@ def read_calibration(path: Path, renew: str = "entropix-jax calibrate") -> Calib
     return Calibration(arrays, str(raw.get("source", "")), tokens, model, at_entropy)
 
 
-def no_tables() -> dict[str, np.ndarray]:
-    """Returns zeros in the shapes of `Calibration.at_entropy`."""
-    return {name: np.zeros(shape) for name, shape in AT_ENTROPY.items()}
-
-
 @cache
 def generic_calibration() -> Calibration:
     """Returns the tables for models without their own."""

@@ -282,16 +282,15 @@ class Tokenizer:
         self,
         messages: object,
         *,
-        add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
         begun: bool = False,
         escape: bool = False,
     ) -> list[int]:
-        """Returns the ids of a conversation. `bos_id` is added unless the template adds it.
+        """Returns the ids of a conversation, up to the start of the assistant's answer. `bos_id` is
+        added unless the template adds it.
 
         Args:
             messages: see `chat_template.plain_messages`.
-            add_generation_prompt: the ids end with the start of the assistant's answer.
             variables: further variables of the template.
             begun: the model continues the last message, see `render_begun`.
             escape: control tokens that a string of a message spells are encoded as ordinary text,
@@ -304,8 +303,7 @@ class Tokenizer:
         if begun:
             text = self.render_begun(plain, variables)
         else:
-            options: Any = {"add_generation_prompt": add_generation_prompt, "variables": variables}
-            text = self.render_chat(plain, **options)
+            text = self.render_chat(plain, variables=variables)
         if plain == given:
             return self.encode(text, add_bos=True)
         return self._encode_marked(text, mark)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from entropix_jax.engine.state import Recording
 from entropix_jax.engine.trace import TokenRecord, header
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
-from entropix_jax.model.mesh import param_shardings, place
+from entropix_jax.model.mesh import param_shardings
 from entropix_jax.names import BOXES
 from entropix_jax.replay import read_trace, replay
 from entropix_jax.replay.model import ModelReader
@@ -334,7 +335,7 @@ def test_a_run_can_stop_while_forks_wait(tiny: LanguageModel) -> None:
 def test_rows_move_between_devices(tiny: LanguageModel) -> None:
     """Forks of a row in the first shard run in the second one, too."""
     mesh = mesh_of_two("data=2")
-    params = place(tiny.params, param_shardings(mesh, tiny.config))
+    params = jax.device_put(tiny.params, param_shardings(mesh, tiny.config))
     model = replace(tiny, params=params, mesh=mesh)
     forks: list[Row] = []
 
@@ -357,8 +358,8 @@ def test_devices_exchange_one_row_of_the_cache(monkeypatch: pytest.MonkeyPatch) 
     """Devices exchange only the shared row, not all caches. Each creates its own part."""
     config, layout, capacity = tiny_config(), Layout(SLOTS, 2, 2), 8
     where: Any = {"mechanisms": MECHANISMS, "capacity": capacity, "dtype": jnp.dtype("float32")}
-    placed = Mock(wraps=place)
-    monkeypatch.setattr("entropix_jax.engine.slots.place", placed)
+    placed = Mock(wraps=jax.device_put)
+    monkeypatch.setattr("entropix_jax.engine.slots.jax.device_put", placed)
     state = empty_slots(config, layout, params_of("top-p"), mesh=mesh_of_two("data=2"), **where)
     assert all(len(keys.sharding.device_set) == 2 for keys in placed.call_args[0][0].cache.keys)
     jitted: Any = share_prefix

@@ -91,7 +91,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     def record(*arguments: Any, **named: Any) -> Any:
         cache, tokens, following = arguments[2:5]
-        made.append((*tokens.shape, following.shape[-1], cache.capacity, named["scored"]))
+        made.append((*tokens.shape, following.shape[-1], cache.keys[0].shape[2], named["scored"]))
         return score(*arguments, **named)
 
     monkeypatch.setattr(scoring, "_score_chunk", record)

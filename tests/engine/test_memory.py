@@ -22,7 +22,7 @@ from entropix_jax.host import memory as free_memory
 from entropix_jax.model import loading
 from entropix_jax.model.cache import init_cache
 from entropix_jax.model.loading import LanguageModel, load
-from entropix_jax.model.mesh import param_shardings, parse_mesh, place, row_shardings, weights_bytes
+from entropix_jax.model.mesh import param_shardings, parse_mesh, row_shardings, weights_bytes
 from entropix_jax.model.precision import choose_precision
 from tests.support.model_folders import config_of_folder
 from tests.support.models import random_params, tiny_config
@@ -41,9 +41,9 @@ def test_the_plan_equals_the_bytes_of_the_arrays(mesh: str | None, vocabulary: i
     """Norms, and a vocabulary that does not divide, are replicated."""
     config, precision = tiny_config(vocab_size=vocabulary), choose_precision("float32", "cpu")
     devices = parse_mesh(mesh, jax.devices()[: 1 if mesh is None else 2])
-    weights = place(random_params(config), param_shardings(devices, config))
+    weights = jax.device_put(random_params(config), param_shardings(devices, config))
     cache = init_cache(config, 8, 64, precision.activations)
-    cache = place(cache, row_shardings(devices, cache))
+    cache = jax.device_put(cache, row_shardings(devices, cache))
 
     def held(tree: Any) -> int:
         return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
@@ -64,7 +64,8 @@ def test_max_slots(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def most(free: int | None, mesh: Any = None) -> int:
         set_free_bytes(monkeypatch, free)
-        return max_slots(config, precision, slots=16, capacity=1024, mesh=mesh)
+        model: Any = SimpleNamespace(config=config, precision=precision, mesh=mesh)
+        return max_slots(model, slots=16, capacity=1024)
 
     assert most(None) == 16
     assert [most(needed), most(needed - 3)] == [number, number - 1]

@@ -20,7 +20,7 @@ from entropix_jax.engine.slots import (
     widen,
 )
 from entropix_jax.engine.state import RUNNING, STOPPED, DecodeState
-from entropix_jax.model.mesh import place, row_shardings
+from entropix_jax.model.mesh import row_shardings
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.state import init_sampler_state
 from tests.support.meshes import mesh_of_two
@@ -59,7 +59,7 @@ def random_state(mesh: str | None) -> DecodeState:
         branch=jnp.asarray(np.where(forked, in_shard > 0, -1).astype(np.int32)),
     )
     state = replace(state, fork=fork)
-    return state if mesh is None else place(state, row_shardings(mesh_of_two(mesh), state))
+    return state if mesh is None else jax.device_put(state, row_shardings(mesh_of_two(mesh), state))
 
 
 def arrival(preset: str = LITERAL, cached: int = 0) -> Arrival:

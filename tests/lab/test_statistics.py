@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from scipy import stats
 
 from entropix_jax.engine.results import Row
 from entropix_jax.lab.measures import distinct, measure_row, repetition, self_bleu
@@ -19,7 +18,6 @@ from entropix_jax.lab.plots import error_bars
 from entropix_jax.lab.statistics import (
     Bootstrap,
     Interval,
-    auroc,
     joint_intervals,
     over_curve,
     percentile_interval,
@@ -56,7 +54,7 @@ def test_one_item_has_no_interval() -> None:
 def test_equal_scores_have_an_interval_of_zero_width(items: int) -> None:
     """All answers are right, in tasks of different sizes."""
     bootstrap = Bootstrap([0] * items + [1] * 3, resamples=500)
-    found = bootstrap.estimate(np.ones(items + 3))
+    (found,) = bootstrap.estimates(np.ones((1, items + 3)))
     assert (found.value, found.low, found.high) == pytest.approx((1, 1, 1), abs=1e-14)
     cost = [bootstrap.mean_of(np.full(items + 3, value)) for value in (1.0, 3.0, 1.7)]
     one = bootstrap.mean_of(np.ones(items + 3))
@@ -79,7 +77,7 @@ def weights() -> tuple[Floats, Floats]:
 def test_the_mean_and_its_interval() -> None:
     """Compares with a plain bootstrap in float64."""
     scores, (even, drawn) = rng_of(2).random(len(STRATA)), weights()
-    found = Bootstrap(STRATA).estimate(scores)
+    (found,) = Bootstrap(STRATA).estimates(scores[None])
     assert (found.low, found.high) == pytest.approx(bounds(drawn @ scores), abs=1e-6)
     assert found.value == pytest.approx(even @ scores, abs=1e-12)
     wholes = rng_of(3).integers(0, 3, len(STRATA)).astype(float)
@@ -101,7 +99,7 @@ def test_intervals_cover_the_truth(paired: bool) -> None:
         if paired:
             scores = rng.binomial(seeds, hard**2) / seeds - scores
             truth = (2 / 4 + 1 / 6) / 2 - truth
-        found = Bootstrap(strata, resamples=500).estimate(scores)
+        (found,) = Bootstrap(strata, resamples=500).estimates(scores[None])
         covered += found.low <= truth <= found.high
     assert 0.92 <= covered / 400 <= 0.98
 
@@ -143,7 +141,7 @@ def test_joint_intervals_cover_all_differences() -> None:
         values, each = zip(*(bootstrap.ratio(d, np.ones(items)) for d in differences), strict=True)
         found = joint_intervals(values, np.stack(each))
         joint += all(one.low <= t <= one.high for one, t in zip(found, truth, strict=True))
-        found = [bootstrap.estimate(own) for own in differences]
+        found = bootstrap.estimates(differences)
         single += all(one.low <= t <= one.high for one, t in zip(found, truth, strict=True))
     assert 0.92 <= joint / studies <= 0.98
     assert single / studies < 0.85
@@ -214,32 +212,6 @@ def test_a_resample_without_a_cost_has_no_difference() -> None:
     value, each = over_curve(curve, (1.0, np.array([1.0, 1.0])), (5.0, zeros + 5))
     assert (value, [*each]) == (3.0, [3.0, 4.0])  # a curve of one point gives its score
     assert np.isnan(over_curve(curve, (1.0, np.array([nan, 1.0])), (5.0, zeros + 5))[1][0])
-
-
-# Predictors
-
-
-@pytest.mark.parametrize("ties", [False, True])
-def test_auroc_is_mann_whitney(ties: bool) -> None:
-    rng = rng_of(6)
-    for _ in range(50):
-        number = int(rng.integers(2, 60))
-        scores = rng.integers(0, 5, number).astype(float) if ties else rng.random(number)
-        positive = rng.random(number) < 0.4
-        if positive.all() or not positive.any():
-            continue
-        u = stats.mannwhitneyu(scores[positive], scores[~positive]).statistic
-        expected = u / (positive.sum() * (~positive).sum())
-        assert auroc(scores, positive) == pytest.approx(expected, abs=1e-12)
-        assert auroc(-scores, positive) == pytest.approx(1 - expected, abs=1e-12)
-
-
-def test_auroc_without_both_classes_is_nan() -> None:
-    scores = np.array([1.0, 2.0])
-    for positive in ([True, True], [False, False]):
-        assert math.isnan(auroc(scores, np.array(positive)))
-    assert math.isnan(auroc(np.array([1.0, np.nan]), np.array([True, False])))
-    assert math.isnan(auroc(np.array([]), np.array([], bool)))
 
 
 # Texts

@@ -11,8 +11,9 @@ import pytest
 from numpy.typing import NDArray
 
 from entropix_jax.lab.measures import UNCERTAINTY
-from entropix_jax.lab.statistics import auroc, joint_intervals
+from entropix_jax.lab.statistics import joint_intervals
 from entropix_jax.lab.uncertainty import QUALITIES, calibration_error, evaluate, separate
+from tests.support.auroc import auroc
 
 Floats = NDArray[np.float64]
 

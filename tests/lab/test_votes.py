@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from entropix_jax.engine.results import Row
-from entropix_jax.lab.votes import KINDS, Sample, rotate, vote
+from entropix_jax.engine.search import vote
+from entropix_jax.lab.votes import KINDS, Sample, rotate
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.runs import Spec, run_specs, unrun

@@ -27,7 +27,7 @@ from entropix_jax.model.cache import KVCache, init_cache
 from entropix_jax.model.checkpoint import open_folder, read_params, save_params
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.config_file import MODEL_TYPES, load_model_config
-from entropix_jax.model.mesh import param_shardings, parse_mesh, place, row_shardings
+from entropix_jax.model.mesh import param_shardings, parse_mesh, row_shardings
 from entropix_jax.model.params import Params
 from entropix_jax.stats import AttnStats
 from tests.support import reference
@@ -139,7 +139,7 @@ def prefilled(
 ) -> tuple[np.ndarray, AttnStats, KVCache]:
     """Prefills both prompts in one call. Returns logits [2, PROMPT, V], statistics and cache."""
     cache = init_cache(config, 2, CONTEXT, jnp.dtype(jnp.float32))
-    cache = cache if mesh is None else place(cache, row_shardings(mesh, cache))
+    cache = cache if mesh is None else jax.device_put(cache, row_shardings(mesh, cache))
     prompt, count = jnp.asarray(tokens[:, :PROMPT]), jnp.asarray(COUNTS)
     hidden, stats, cache = run(params, config, prompt, count, cache, window=CONTEXT)
     return np.asarray(logits_of(params, hidden)), stats, cache

@@ -17,7 +17,7 @@ from entropix_jax.engine.state import RUNNING
 from entropix_jax.errors import UserError
 from entropix_jax.model.cache import init_cache
 from entropix_jax.model.loading import LanguageModel, load
-from entropix_jax.model.mesh import check_mesh, param_shardings, parse_mesh, place, row_shardings
+from entropix_jax.model.mesh import check_mesh, param_shardings, parse_mesh, row_shardings
 from tests.support.eight_devices import BATCH, CAPACITY, CONFIG, MESHES, Outcome
 from tests.support.meshes import Collective, collectives_of, mesh_of_two
 from tests.support.models import logits_of, run, tiny_config
@@ -117,7 +117,7 @@ def test_logits_of_the_embedded_model(mesh: str, weights: str, length: int) -> N
     def logits(model: LanguageModel) -> np.ndarray:
         cache = init_cache(model.config, 2, length, jnp.dtype(jnp.float32))
         if model.mesh is not None:
-            cache = place(cache, row_shardings(model.mesh, cache))
+            cache = jax.device_put(cache, row_shardings(model.mesh, cache))
         hidden, _, _ = run(model.params, model.config, tokens, count, cache, window=length)
         return np.asarray(logits_of(model.params, hidden))
 

@@ -25,7 +25,7 @@ from entropix_jax.engine.state import (
     Recording,
     StepRecord,
 )
-from entropix_jax.model.mesh import param_shardings, parse_mesh, place, row_shardings
+from entropix_jax.model.mesh import param_shardings, parse_mesh, row_shardings
 from entropix_jax.model.params import Params
 from entropix_jax.sampler.draw import row_key
 from tests.support.models import random_params, tiny_config, uncached
@@ -90,8 +90,8 @@ class Job:
         self.history = self.state.history[self.places.indices]
         self.counts = self.state.prompt_length[self.places.indices] - 1
         if mesh:
-            self.params = place(self.params, param_shardings(mesh, CONFIG))
-            self.state = place(self.state, row_shardings(mesh, self.state))
+            self.params = jax.device_put(self.params, param_shardings(mesh, CONFIG))
+            self.state = jax.device_put(self.state, row_shardings(mesh, self.state))
         else:
             self.params, self.state = jax.device_put((self.params, self.state))
         self.layout = layout(self.state)

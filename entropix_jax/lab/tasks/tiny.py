@@ -7,6 +7,7 @@ thought.
 
 import math
 import re
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
@@ -105,28 +106,39 @@ class _Facts(Task):
         return statement[2] if statement and statement[1] in subjects else None
 
 
-class _Forks(Task):
-    """Stories, diaries and profiles, cut where several continuations are possible.
+class _Beginnings(Task):
+    """Distinct beginnings of separate documents. A stable hash of its text chooses the split."""
 
-    Each comes from a separate document; a stable hash of its text chooses the split.
-    """
-
-    name = "forks"
     chat = False
-    max_new_tokens = 12
+    size: int  # of each split
 
-    _SIZE = 400  # of each split
-    _FUTURES = range(2, 7)
+    @abstractmethod
+    def draw(self, number: int, rng: Random) -> tuple[str, dict[str, float] | None]:
+        """Draws a beginning for the item after `number` others, and the true probabilities of its
+        answers, if known. An empty one is left out."""
 
     def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
         check_split(split)
-        rng = Random("forks 0")
+        rng = Random(f"{self.name} 0")
         found: set[str] = set()
-        while len(found) < self._SIZE:
-            prompt, truth = rng.choice(list(self._forks(rng)))
-            if prompt not in found and _choose_split(prompt) == split:
+        while len(found) < self.size:
+            prompt, truth = self.draw(len(found), rng)
+            if prompt and prompt not in found and _choose_split(prompt) == split:
                 found.add(prompt)
-                yield Item(f"forks-{split}-{len(found)}", prompt, "", truth)
+                yield Item(f"{self.name}-{split}-{len(found)}", prompt, "", truth)
+
+
+class _Forks(_Beginnings):
+    """Stories, diaries and profiles, cut where several continuations are possible."""
+
+    name = "forks"
+    max_new_tokens = 12
+    size = 400
+
+    _FUTURES = range(2, 7)
+
+    def draw(self, number: int, rng: Random) -> tuple[str, dict[str, float] | None]:
+        return rng.choice(list(self._forks(rng)))
 
     def _forks(self, rng: Random) -> Iterator[tuple[str, dict[str, float]]]:
         """The forks of a new document, at least one: the text before and the possible futures."""
@@ -207,35 +219,22 @@ def _story_so_far(said: _Pieces) -> _Pieces:
     return tuple("" if word.lstrip(" ") in PEOPLE else word for word in said)
 
 
-class _Stories(Task):
+class _Stories(_Beginnings):
     """Stories up to their first event, cut where several continuations are likely.
 
     The prompt leaves the outcome open: the day decides the distribution of places, the place that
-    of things, the mood that of reactions. `true_strength` has the fork strengths of the grammar. A
-    stable hash of the prompt chooses the split.
+    of things, the mood that of reactions. `true_strength` has the fork strengths of the grammar.
     """
 
     name = "stories"
-    chat = False
     stop = (" Then", " In")  # each begins the sentence after the event
     max_new_tokens = 40
-
-    _SIZE = 300  # of each split
+    size = 300
 
     def __init__(self) -> None:
         self._futures = Futures(lambda: _write_story(_WORLD), _first_event, _story_so_far)
 
-    def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
-        check_split(split)
-        rng = Random("stories 0")
-        found: set[str] = set()
-        while len(found) < self._SIZE:
-            prompt = self._beginning(rng)
-            if prompt and prompt not in found and _choose_split(prompt) == split:
-                found.add(prompt)
-                yield Item(f"stories-{split}-{len(found)}", prompt, "")
-
-    def _beginning(self, rng: Random) -> str:
+    def draw(self, number: int, rng: Random) -> tuple[str, None]:
         """The beginning of a new story, after its hero; empty if it hesitates."""
         cuts, text = [], ""
         for position in grammar.sample(_write_story(_WORLD), rng):
@@ -246,7 +245,7 @@ class _Stories(Task):
                 cuts.append(text)
             text += position.terminal
         prompt = rng.choice(cuts)
-        return "" if _HESITATION.search(prompt) else prompt
+        return "" if _HESITATION.search(prompt) else prompt, None
 
     def extract(self, item: Item, text: str) -> str | None:
         return _first_event(f"{item.prompt}{text}")
@@ -265,37 +264,25 @@ class _Stories(Task):
             return None
 
 
-class _Documents(Task):
+class _Documents(_Beginnings):
     """Open writing: beginnings of documents, the same number of each kind except chats and word
     problems.
 
     Every text that the world's grammar can produce is right, cut anywhere. No beginning could be a
-    whole document, so an empty continuation is wrong. Each comes from a separate document; a stable
-    hash of its text chooses the split.
+    whole document, so an empty continuation is wrong.
     """
 
     name = "documents"
-    chat = False
     max_new_tokens = 48
     votes = False
+    size = 300
 
-    _SIZE = 300  # of each split
     _KINDS = ("list", "diary", "story", "dialogue", "profile", "sums")  # in turn
     _LONGEST = 12  # terminals of a beginning
 
-    def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
-        check_split(split)
-        rng = Random("documents 0")
-        found: set[str] = set()
-        while len(found) < self._SIZE:
-            kind = self._KINDS[len(found) % len(self._KINDS)]
-            prompt = self._beginning(kind, rng)
-            if prompt and prompt not in found and _choose_split(prompt) == split:
-                found.add(prompt)
-                yield Item(f"documents-{split}-{len(found)}", prompt, "")
-
-    def _beginning(self, kind: str, rng: Random) -> str:
+    def draw(self, number: int, rng: Random) -> tuple[str, None]:
         """The beginning of the next document of a kind; empty if it hesitates or could end."""
+        kind = self._KINDS[number % len(self._KINDS)]
         count = rng.randint(1, self._LONGEST)
         while True:
             positions = list(
@@ -306,8 +293,8 @@ class _Documents(Task):
                 break
         hesitates = not {PAUSE, WAIT}.isdisjoint(said[:count])
         if hesitates or len(said) <= count or END in positions[count].choice.terminals:
-            return ""
-        return "".join(said[:count])
+            return "", None
+        return "".join(said[:count]), None
 
     def extract(self, item: Item, text: str) -> str | None:
         """Removes the hesitations from a continuation.

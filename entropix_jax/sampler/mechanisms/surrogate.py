@@ -21,7 +21,7 @@ import numpy as np
 from flax import struct
 
 from entropix_jax.errors import UserError
-from entropix_jax.sampler.calibration import AT_ENTROPY, LEVELS, no_tables
+from entropix_jax.sampler.calibration import AT_ENTROPY, LEVELS
 from entropix_jax.sampler.context import Context
 from entropix_jax.sampler.draw import STREAM_OBSERVE, uniforms
 from entropix_jax.sampler.mechanism import Mechanism
@@ -49,9 +49,9 @@ def _from_tables(value: str, host: Any) -> Surrogate:
         if kind != _MEASURED:
             missing = "the model's calibration lacks its varentropies at each entropy"
             raise UserError(f"= '{value}': {missing}: run entropix-jax calibrate")
-        tables = no_tables()
+        tables = {name: np.zeros(shape) for name, shape in AT_ENTROPY.items()}
     entropies, varentropies, max_probs = (tables[name].astype(np.float32) for name in AT_ENTROPY)
-    return Surrogate(kind, entropies, varentropies, max_probs)  # type: ignore[arg-type]
+    return Surrogate(kind, entropies, varentropies, max_probs)
 
 
 @struct.dataclass
