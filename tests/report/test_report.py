@@ -305,9 +305,10 @@ def facts_of(output: Path) -> dict[str, Any]:
 def test_the_report_option(command: Command, tmp_path: Path) -> None:
     """The page has the most likely tokens and the layers. The printed text does not change."""
     output = tmp_path / "page.html"
-    result = command(*short("--report", output, "--samples", 2))
+    options = ("--samples", 2, "--sampler", "temperature")
+    result = command(*short("--report", output, *options))
     assert result.status == 0
-    assert result.out == command(*short("--samples", 2)).out
+    assert result.out == command(*short(*options)).out
     *lines, _ = unpacked(output.read_text("utf-8"), "trace-0").split(b"\n")
     records = [json.loads(line) for line in lines]
     assert [records[0]["type"], records[-1]["type"]] == ["header", "footer"]
@@ -321,7 +322,7 @@ def test_the_report_option(command: Command, tmp_path: Path) -> None:
 def test_the_report_option_with_a_trace(command: Command, tmp_path: Path) -> None:
     """The page shows the trace, and does not add fields to it."""
     trace, output = tmp_path / "trace.jsonl", tmp_path / "page.html"
-    arguments = ("--trace", trace, "--trace-top", 2)
+    arguments = ("--trace", trace, "--trace-top", 2, "--sampler", "temperature")
     assert command(*short(*arguments, "--report", output)).status == 0
     assert output.read_text("utf-8") == run_page(trace)
     with_page = read_trace(trace)
@@ -346,7 +347,8 @@ def test_an_interrupted_run_has_a_page(
 
     monkeypatch.setattr(TraceWriter, "write", press)
     output = tmp_path / "page.html"
-    assert command(*short("--report", output, tokens=100)).status == 130
+    options = ("--report", output, "--sampler", "temperature")
+    assert command(*short(*options, tokens=100)).status == 130
     facts = facts_of(output)
     assert facts["complete"] is True
     (row,) = facts["rows"]
