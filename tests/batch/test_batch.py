@@ -23,7 +23,7 @@ from entropix_jax.batch.run import BatchRun, Defaults, file_name
 from entropix_jax.cli.options import EXIT_OK
 from entropix_jax.errors import UserError
 from entropix_jax.model.checkpoint import fingerprint
-from entropix_jax.model.loading import LanguageModel, load
+from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.commands import Result, refusal, run_command
 from tests.support.disks import full_disk
@@ -34,11 +34,6 @@ from tests.support.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 WORDS = ["Once", "upon", "a", "time", "Adam", "met", "Rita", "in", "Berlin", "and", "sang"]
-
-
-@pytest.fixture(scope="module")
-def model(folder: str) -> LanguageModel:
-    return load(folder)
 
 
 class Place:

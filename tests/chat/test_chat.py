@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pty
@@ -26,7 +25,7 @@ from entropix_jax.engine.api import Generation
 from entropix_jax.model import loading
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.text.tokenizer import Tokenizer
-from tests.support.commands import Result, one_error, run_command
+from tests.support.commands import Result, one_error, run_command, set_stdin
 from tests.support.terminals import ESCAPE
 from tests.support.traces import read_trace
 from tests.support.waiting import PATIENCE
@@ -37,16 +36,12 @@ SHORT = ("--model", "tiny", "--sampler", "min-p", "--max-new-tokens", 16, "--con
 Chat = Callable[..., Result]
 
 
-def set_input(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "ascii"))
-
-
 @pytest.fixture
 def chat(monkeypatch: pytest.MonkeyPatch) -> Chat:
     """Returns a function that runs the command on lines of standard input."""
 
     def run(*lines: str, options: tuple[object, ...] = ()) -> Result:
-        set_input(monkeypatch, "".join(["\ufeff", *(f"{line}\r\n" for line in lines)]).encode())
+        set_stdin(monkeypatch, "".join(["\ufeff", *(f"{line}\r\n" for line in lines)]).encode())
         return run_command("chat", *SHORT, *options)
 
     return run
@@ -273,10 +268,10 @@ def test_lines_of_a_script(
 ) -> None:
     taken: list[str] = []
     monkeypatch.setattr(Session, "_take", lambda self, line: taken.append(line))
-    set_input(monkeypatch, "one\r\n\ntwo\\\nthree\\\n\\\\\n\nfünf\\".encode())
+    set_stdin(monkeypatch, "one\r\n\ntwo\\\nthree\\\n\\\\\n\nfünf\\".encode())
     assert run_command("chat", *SHORT).status == 0
     assert taken == ["one", "", "two\nthree\n\\\n", "fünf"]
-    set_input(monkeypatch, b"\xff\n")
+    set_stdin(monkeypatch, b"\xff\n")
     one_error(run_command("chat", *SHORT), "standard input: not UTF-8")
     monkeypatch.setattr(sys, "stdin", None)
     one_error(run_command("chat", *SHORT), "standard input is closed")

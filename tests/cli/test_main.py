@@ -33,6 +33,7 @@ from tests.support.commands import (
     one_error,
     refusal,
     run_command,
+    set_stdin,
     short,
 )
 from tests.support.model_folders import MAX_POSITIONS, poisoned, token_ids, write_model
@@ -57,10 +58,6 @@ def command_rows(command: Command, *arguments: object) -> list[Json]:
     result = command("--format", "json", *arguments)
     assert result.status == 0
     return [json.loads(line) for line in result.out.splitlines()]
-
-
-def set_stdin(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "ascii"))
 
 
 def test_text_json_and_the_trace(command: Command, tmp_path: Path, folder: str) -> None:

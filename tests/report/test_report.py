@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 
-from entropix_jax.__main__ import main
 from entropix_jax.engine.trace import TraceWriter
 from entropix_jax.errors import UserError
 from entropix_jax.names import MEANINGS
 from entropix_jax.report import page, reading
 from entropix_jax.report.page import run_page, write_report
 from entropix_jax.report.reading import TraceReader
-from tests.support.commands import Result, short
+from tests.support.commands import Result, one_error, refusal, run_command, short
 from tests.support.reports import (
     NASTY,
     SAMPLER,
@@ -119,20 +118,14 @@ def calibrated(quantiles: Json) -> Json:
     ],
 )
 def test_errors_of_traces_contain_the_line(
-    content: list[Json | str | bytes],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    content: list[Json | str | bytes], message: str, tmp_path: Path
 ) -> None:
     """An existing page is not changed."""
     path, output = tmp_path / "trace.jsonl", tmp_path / "page.html"
     lines = [json.dumps(line) + "\n" if isinstance(line, dict) else line for line in content]
     path.write_bytes(b"".join(x.encode() if isinstance(x, str) else x for x in lines))
     output.write_text("before")
-    assert main(["report", str(path), "--output", str(output)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    (line,) = err.splitlines()
+    line = refusal(run_command("report", path, "--output", output))
     assert line.startswith(f"error: {path}: ")
     assert message in line
     assert output.read_text() == "before"
@@ -163,18 +156,13 @@ def test_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("trace.jsonl", None, "required: --output"),
     ],
 )
-def test_errors_of_report(
-    trace: str, output: str | None, message: str, whole: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_of_report(trace: str, output: str | None, message: str, whole: Path) -> None:
     folder, before = whole.parent, whole.read_bytes()
     os.mkfifo(folder / "pipe")
     (folder / "batch").write_text('{"id": "a", "line": 1, "digest": "0", "text": "x"}\n')
     names = sorted(folder.iterdir())
-    options = [] if output is None else ["--output", str(folder / output)]
-    assert main(["report", str(folder / trace), *options]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    assert message in line
+    options = [] if output is None else ["--output", folder / output]
+    one_error(run_command("report", folder / trace, *options), message)
     assert whole.read_bytes() == before
     assert sorted(folder.iterdir()) == names
 
