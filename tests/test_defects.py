@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 from entropix_jax.engine.decode import decode
 from entropix_jax.engine.state import Program, Recording
@@ -75,8 +74,7 @@ def on_host(names: set[str]) -> set[str]:
     return {name for name in names if "callback" in name or "debug" in name or "feed" in name}
 
 
-@pytest.mark.parametrize("lanes", [False, True])
-def test_a_step_has_no_host_callback(lanes: bool) -> None:
+def test_a_step_has_no_host_callback() -> None:
     """Forward, metrics, regime, draw and commit are one compiled loop without callbacks."""
 
     def planted(x: jax.Array) -> jax.Array:
@@ -88,7 +86,7 @@ def test_a_step_has_no_host_callback(lanes: bool) -> None:
 
     config, params = tiny_model()
     state = start(config, params, [Job([1, 2, 3], params_of(LITERAL))], 16)
-    program = Program(PARTS, 16, lanes=lanes, recording=Recording(top=2, layers=True))
+    program = Program(PARTS, 16, lanes=True, recording=Recording(top=2, layers=True))
     step: Any = decode
     jaxpr = step.trace(
         params, state, jnp.int32(5), config=config, max_steps=5, program=program

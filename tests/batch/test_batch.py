@@ -23,22 +23,17 @@ from entropix_jax.batch.run import BatchRun, Defaults, file_name
 from entropix_jax.cli.options import EXIT_OK
 from entropix_jax.errors import UserError
 from entropix_jax.model.checkpoint import fingerprint
-from entropix_jax.model.loading import LanguageModel, load
+from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.commands import Result, refusal, run_command
 from tests.support.disks import full_disk
 from tests.support.model_folders import poisoned, write_model
 from tests.support.runs import Spec, run_specs
 from tests.support.traces import Json, read_trace
-from tests.support.waiting import PATIENCE, wait_for
+from tests.support.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 WORDS = ["Once", "upon", "a", "time", "Adam", "met", "Rita", "in", "Berlin", "and", "sang"]
-
-
-@pytest.fixture(scope="module")
-def model(folder: str) -> LanguageModel:
-    return load(folder)
 
 
 class Place:
@@ -47,9 +42,8 @@ class Place:
     def __init__(self, folder: Path, model: str, cache: dict[str, str]) -> None:
         self.path = folder
         self.output = folder / "out.jsonl"
-        self.running: list[subprocess.Popen[bytes]] = []
         self._own = {"--input": folder / "in.jsonl", "--output": self.output, "--model": model}
-        self._own["--slots"] = 4
+        self._own |= {"--slots": 4, "--sampler": "greedy"}
         self._cache = {"PYTHONPATH": str(ROOT), **cache}
 
     def write(self, lines: Sequence[Json | str]) -> Path:
@@ -67,25 +61,19 @@ class Place:
     def run(self, *given: object) -> Result:
         return run_command("batch", *self.options(*given))
 
-    def start(self, *given: object, upload_seconds: float = 60.0) -> subprocess.Popen[bytes]:
-        """Starts a run in another process."""
-        code = f"""
+    def start(self, *given: object) -> subprocess.Popen[bytes]:
+        """Starts a run in another process, which uploads its results several times a second."""
+        code = """
 import sys
 from entropix_jax.__main__ import main
 from entropix_jax.batch import output
-output.UPLOAD_SECONDS = {upload_seconds}
+output.UPLOAD_SECONDS = 0.2
 sys.argv.insert(1, "batch")
 sys.exit(main())
 """
         command = [sys.executable, "-c", code, *self.options(*given)]
         streams: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        self.running.append(subprocess.Popen(command, env=os.environ | self._cache, **streams))
-        return self.running[-1]
-
-    def complete(self, *given: object) -> None:
-        process = self.start(*given)
-        _, err = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 0, err
+        return subprocess.Popen(command, env=os.environ | self._cache, **streams)
 
     def read(self, path: Path | None = None) -> dict[str, Json]:
         """Returns the results by id, without timings. Checks that each id occurs once."""
@@ -115,12 +103,8 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture
-def place(tmp_path: Path, folder: str, own_cache: dict[str, str]) -> Iterator[Place]:
-    place = Place(tmp_path, folder, own_cache)
-    yield place
-    for process in place.running:
-        process.kill()
-        process.communicate()
+def place(tmp_path: Path, folder: str, own_cache: dict[str, str]) -> Place:
+    return Place(tmp_path, folder, own_cache)
 
 
 def records(number: int) -> list[Json]:
@@ -142,11 +126,12 @@ def records(number: int) -> list[Json]:
 
 
 def test_each_record_equals_a_single_row(place: Place, model: LanguageModel) -> None:
-    wanted = records(15)
+    wanted = records(8)
     wanted[3]["id"], wanted[4]["id"] = "a/b", ".."
     place.write(wanted)
     traces = place.path / "traces"
-    result = place.run("--max-new-tokens", 12, "--trace", traces, "--trace-top", 2)
+    options = ("--sampler", "entropix", "--max-new-tokens", 12, "--trace-top", 2)
+    result = place.run(*options, "--trace", traces)
     assert (result.status, result.out) == (EXIT_OK, "")
     found = place.read()
     assert found.keys() == {record["id"] for record in wanted}
@@ -212,7 +197,7 @@ def test_runs_that_can_be_continued(place: Place) -> None:
     for option, value, what in (
         ("--max-new-tokens", 2, "max_new_tokens"),
         ("--seed", 1, "seed"),
-        ("--sampler", "greedy", "sampler."),
+        ("--sampler", "min-p", "sampler."),
         ("--dtype", "bfloat16", "precision"),
         ("--stop", "x", "stop"),
     ):
@@ -256,7 +241,8 @@ def test_bad_records_are_results(place: Place, model: LanguageModel) -> None:
     os.mkfifo(pipe)
     bad = [text.replace("{pipe}", str(pipe)) for text, _ in BAD]
     source = place.write([good[0], *bad, *good[1:]])
-    result = place.run("--max-new-tokens", 2)
+    options = ("--max-new-tokens", 2, "--slots", 2)
+    result = place.run(*options)
     assert result.status == EXIT_OK
     assert "9 records done (6 of them with an error)" in result.err
     before = place.output.read_bytes()
@@ -270,20 +256,19 @@ def test_bad_records_are_results(place: Place, model: LanguageModel) -> None:
     assert errors == {}
     assert {line["id"] for line in lines if "error" not in line} == {"r0", "r1", "r2"}
     # Errors count as done.
-    assert place.run("--max-new-tokens", 2).status == EXIT_OK
+    assert place.run(*options).status == EXIT_OK
     assert place.output.read_bytes() == before
     # A strict run stops at an error, and keeps complete results.
     place.output.unlink()
     place.write([*good, bad[0]])
-    options = ("--max-new-tokens", 2, "--strict", "--slots", 2)
-    assert refusal(place.run(*options)).startswith(f"error: {source}: line 4: ")
+    assert refusal(place.run(*options, "--strict")).startswith(f"error: {source}: line 4: ")
     assert place.read()
     assert not any("error" in result for result in place.read().values())
     # A row may fail, too.
     end = model.tokenizer.encode("Once", add_bos=False)[-1]
     broken = write_model(place.path / "broken", poisoned(end))
     place.output.unlink()
-    assert place.run("--model", broken, "--slots", 2).status == EXIT_OK
+    assert place.run(*options, "--model", broken).status == EXIT_OK
     error = place.read()["r0"]["error"]
     assert re.fullmatch(r"NaN or infinite logits at position \d+", error)
 
@@ -358,27 +343,31 @@ def test_errors_of_batch(
 LONG = ("--ignore-eos", "--max-new-tokens", "60")
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["int", "term"]
-)
-def test_a_signal_ends_the_run_with_complete_results(
-    place: Place, number: signal.Signals, status: int
+def test_signals_end_a_run_with_complete_results(
+    place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No other run can write to the output meanwhile."""
-    place.write(records(2000))
-    process = place.start(*LONG)
-    wait_for(place.output, 3, process)
-    with pytest.raises(UserError, match="another run is writing to it"):
-        Store(str(place.output), {})
-    process.send_signal(number)
-    out, err = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, out) == (status, b"")
-    assert b"Traceback" not in err
-    found = place.read()
-    assert f"\n{len(found)} records done | ".encode() in err
-    assert err.endswith(b"interrupted: run the same command again to continue\n")
-    assert 3 <= len(found) < 2000
-    assert all(result["finish_reason"] in ("length", "context") for result in found.values())
+    """The same command continues. No other run can write to the output meanwhile."""
+    place.write(records(40))
+    write, written, signals = Store.write, 0, {3: signal.SIGINT, 15: signal.SIGTERM}
+
+    def interrupt(*arguments: Any) -> None:
+        nonlocal written
+        write(*arguments)
+        written += 1
+        if written in signals:
+            with pytest.raises(UserError, match="another run is writing to it"):
+                Store(str(place.output), {})
+            signal.raise_signal(signals[written])
+
+    monkeypatch.setattr(Store, "write", interrupt)
+    for status, fewest in ((130, 3), (143, 15)):
+        result = place.run("--ignore-eos")
+        assert (result.status, result.out) == (status, "")
+        found = place.read()
+        assert fewest <= len(found) < 40
+        assert re.search(rf"^{len(found)} records done \| ", result.err, re.MULTILINE)
+        assert result.err.endswith("interrupted: run the same command again to continue\n")
+        assert all(one["finish_reason"] in ("length", "context") for one in found.values())
 
 
 @pytest.mark.parametrize("where", ["local", "s3"])
@@ -393,23 +382,19 @@ def test_a_killed_run_continues(place: Place, where: str, request: pytest.Fixtur
         fs.invalidate_cache()
         return fs.cat_file(path).count(b"\n") if fs.exists(path) else 0
 
-    source = place.write([*records(60), BAD[0][0]])
+    source = place.write([*records(100), BAD[0][0]])
     if where != "local":
         fs.put_file(str(source), f"{folder}/in.jsonl")
     options = (*LONG, "--output", output, "--input", f"{folder}/in.jsonl")
-    rng = random.Random(1)
-    for number in (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM):
-        process, wanted = place.start(*options, upload_seconds=0.2), count() + rng.randint(1, 12)
+    with place.start(*options) as process:
         end = time.monotonic() + PATIENCE
-        while process.poll() is None and count() < wanted:
+        while process.poll() is None and count() < 5:
             assert time.monotonic() < end
-            time.sleep(0.05)
-        time.sleep(rng.random() / 10)
-        process.send_signal(number)
-        process.communicate()
-    assert 0 < count() < 61
-    place.complete(*options)
-    place.complete(*LONG)
+            time.sleep(0.02)
+        process.kill()
+    assert 0 < count() < 101
+    for given in (options, LONG):
+        assert place.run(*given).status == EXIT_OK
     fs.get_file(path, place.path / "theirs.jsonl")
     assert same(place.read(place.path / "theirs.jsonl"), place.read())
 

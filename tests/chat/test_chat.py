@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pty
@@ -26,19 +25,15 @@ from entropix_jax.engine.api import Generation
 from entropix_jax.model import loading
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.text.tokenizer import Tokenizer
-from tests.support.commands import Result, one_error, run_command
+from tests.support.commands import Result, one_error, run_command, set_stdin
 from tests.support.terminals import ESCAPE
 from tests.support.traces import read_trace
 from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("own_environment")
 
-SHORT = ("--model", "tiny", "--max-new-tokens", 16, "--context", 512)
+SHORT = ("--model", "tiny", "--sampler", "min-p", "--max-new-tokens", 16, "--context", 512)
 Chat = Callable[..., Result]
-
-
-def set_input(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "ascii"))
 
 
 @pytest.fixture
@@ -46,7 +41,7 @@ def chat(monkeypatch: pytest.MonkeyPatch) -> Chat:
     """Returns a function that runs the command on lines of standard input."""
 
     def run(*lines: str, options: tuple[object, ...] = ()) -> Result:
-        set_input(monkeypatch, "".join(["\ufeff", *(f"{line}\r\n" for line in lines)]).encode())
+        set_stdin(monkeypatch, "".join(["\ufeff", *(f"{line}\r\n" for line in lines)]).encode())
         return run_command("chat", *SHORT, *options)
 
     return run
@@ -109,7 +104,8 @@ def expected(model: LanguageModel, *said: str, seed: int = 0, **options: Any) ->
     """Returns the answer to alternating messages of user and model."""
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
-    return entropix_jax.generate(model, messages, seed=seed, max_new_tokens=16, **options)[0].text
+    options = {"sampler": "min-p", "seed": seed, "max_new_tokens": 16, **options}
+    return entropix_jax.generate(model, messages, **options)[0].text
 
 
 def test_a_scripted_conversation(chat: Chat, tiny: LanguageModel, sessions: list[Session]) -> None:
@@ -122,7 +118,7 @@ def test_a_scripted_conversation(chat: Chat, tiny: LanguageModel, sessions: list
     assert result.status == 0
     assert result.out == "".join(f"{text}\n" for text in (first, second, *again, other))
     one, two, three, four, back, five = result.err.splitlines()
-    assert re.fullmatch(r"\d+ tokens \(\d+ tok/s\) \| end of text \|.* \| context 20/512", one)
+    assert re.fullmatch(r"\d+ tokens \(\d+ tok/s\) \| \w+ \w+.* \|.* \| context \d+/512", one)
     assert "seed" not in two + five
     assert three.endswith(" | seed 1")
     assert four.endswith(" | seed 2")
@@ -177,7 +173,7 @@ def test_samplers_and_settings(chat: Chat, tiny: LanguageModel) -> None:
         "/sampler;/set base.temperature=2;/set sampler.base.min_p=0.01;/set base.temperature = 3"
     )
     lines += ";Hello;/sampler greedy;/system Sing.;/system;Hello again"
-    options = ("--sampler", "min-p", "--set", "sampler.base.min_p=0.2", "--quiet")
+    options = ("--set", "sampler.base.min_p=0.2", "--quiet")
     result = chat(*lines.split(";"), options=options)
     values = {"base.temperature": 3, "base.min_p": 0.01}
     hot = entropix_jax.load_sampler("min-p").with_values(values)
@@ -212,8 +208,7 @@ def test_a_saved_conversation_is_continued(chat: Chat, tmp_path: Path) -> None:
     # An unanswered question is answered at once, like in `generate`.
     names[0].write_text(json.dumps(messages[:3]))
     assert chat("/retry", options=("--messages", names[0])).out.startswith(f"{second}\n")
-    short = ("--model", "tiny", "--max-new-tokens", 16)
-    assert run_command("generate", "--messages", names[0], *short).out == f"{second}\n"
+    assert run_command("generate", "--messages", names[0], *SHORT[:-2]).out == f"{second}\n"
 
 
 @pytest.mark.parametrize(
@@ -246,23 +241,26 @@ def test_a_script_ends_at_an_error(
     [
         (("--context", 1), "--context must be at least 2"),
         (("--context", 10**6), "the model has"),
-        (("--max-new-tokens", 0), "--max-new-tokens must be at least 1"),
         (("--stop", ""), "--stop: stop strings must not be empty"),
         (("--messages", "chat.json", "--system", "Sing."), "cannot be used with --messages"),
         (("--messages", "none.json"), "error: none.json: no such file"),
+        (("--messages", "torn.json"), "torn.json: not valid JSON"),
+        (("--messages", "list.json"), "message 1"),
         (("--prompt", "Hello"), "unknown options: --prompt"),
         (("--sampler", "grady"), "did you mean 'greedy'"),
     ],
 )
-def test_errors_of_options(chat: Chat, options: tuple[object, ...], told: str) -> None:
+def test_errors_of_options(
+    chat: Chat,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    options: tuple[object, ...],
+    told: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("torn.json").write_text("[")
+    Path("list.json").write_text("[1]")
     one_error(chat("Hello", options=options), told)
-
-
-def test_errors_of_message_files(chat: Chat, tmp_path: Path) -> None:
-    path = tmp_path / "chat.json"
-    for text, told in (("[", "not valid JSON"), ("[1]", "message 1")):
-        path.write_text(text)
-        one_error(chat("Hello", options=("--messages", path)), told)
 
 
 def test_lines_of_a_script(
@@ -270,10 +268,10 @@ def test_lines_of_a_script(
 ) -> None:
     taken: list[str] = []
     monkeypatch.setattr(Session, "_take", lambda self, line: taken.append(line))
-    set_input(monkeypatch, "one\r\n\ntwo\\\nthree\\\n\\\\\n\nfünf\\".encode())
+    set_stdin(monkeypatch, "one\r\n\ntwo\\\nthree\\\n\\\\\n\nfünf\\".encode())
     assert run_command("chat", *SHORT).status == 0
     assert taken == ["one", "", "two\nthree\n\\\n", "fünf"]
-    set_input(monkeypatch, b"\xff\n")
+    set_stdin(monkeypatch, b"\xff\n")
     one_error(run_command("chat", *SHORT), "standard input: not UTF-8")
     monkeypatch.setattr(sys, "stdin", None)
     one_error(run_command("chat", *SHORT), "standard input is closed")
@@ -295,6 +293,7 @@ class Typist:
     def __init__(self) -> None:
         self._far, near = pty.openpty()
         command = [sys.executable, "-m", "entropix_jax", "chat", *map(str, SHORT)]
+        command += ["--sampler", "entropix"]
         files: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), near)
         environment = {**os.environ, "TERM": "xterm-256color"}
         self.process = subprocess.Popen(command, **files, env=environment, start_new_session=True)

@@ -106,7 +106,7 @@ def small_trace(tmp_path_factory: pytest.TempPathFactory, folder: str) -> Path:
 
 def recorded(*arguments: object) -> list[object]:
     """Returns arguments of a short run that records all data of a page. Runs share a program."""
-    return short(*arguments, "--trace-top", 5, "--trace-layers")
+    return short(*arguments, "--sampler", "temperature", "--trace-top", 5, "--trace-layers")
 
 
 # Standard streams.

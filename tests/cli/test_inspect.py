@@ -32,11 +32,6 @@ pytestmark = pytest.mark.usefixtures("own_environment")
 QUADRANTS = load_sampler(LITERAL)
 
 
-@pytest.fixture(scope="module")
-def model(folder: str) -> LanguageModel:
-    return load(folder)
-
-
 def text_of(number: int, seed: int = 0) -> list[int]:
     """Returns a text of random tokens after the begin token."""
     ids = np.random.default_rng(seed).integers(0, 300, number - 1)

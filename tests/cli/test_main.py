@@ -33,6 +33,7 @@ from tests.support.commands import (
     one_error,
     refusal,
     run_command,
+    set_stdin,
     short,
 )
 from tests.support.model_folders import MAX_POSITIONS, poisoned, token_ids, write_model
@@ -59,32 +60,47 @@ def command_rows(command: Command, *arguments: object) -> list[Json]:
     return [json.loads(line) for line in result.out.splitlines()]
 
 
-def set_stdin(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "ascii"))
-
-
-def test_text_and_json(command: Command, tmp_path: Path) -> None:
+def test_text_json_and_the_trace(command: Command, tmp_path: Path, folder: str) -> None:
     """Samples are printed one after the other. Both formats and the trace have the same content."""
-    trace = tmp_path / "trace.jsonl"
-    options = ("--samples", 3, "--sampler", LITERAL, *SEED)
-    rows = command_rows(command, *short("--trace", trace, *options))
+    path = tmp_path / "trace.jsonl"
+    options = ("--trace", path, "--samples", 3, "--sampler", LITERAL, *SEED)
+    rows = command_rows(command, *short(*options))
     assert [row["row"] for row in rows] == [0, 1, 2]
     assert len({row["text"] for row in rows}) > 1
-    header, *objects, footer = read_trace(trace)
+    header, *objects, footer = read_trace(path)
+    model = load(folder)
+    prompt = model.tokenizer.encode(PROMPT, add_bos=True)
+    expected = {"type": "header", "format_version": 1, "model": folder, "seed": SEED[1]}
+    expected |= {"sampler": "literal", "prompt": "<|begin_of_text|>" + PROMPT}
+    expected |= {"prompt_tokens": prompt}
+    assert {name: header[name] for name in expected} == expected
+    assert header["model_config"]["vocab_size"] == model.config.vocab_size
+    assert header["versions"]["entropix_jax"] == entropix_jax.__version__
+    assert header["versions"]["jax"] == jax.__version__
+    assert 0 < footer["timings"]["first_token"] <= footer["timings"]["total"]
+    kinds = {(token["type"], token["action"]) for token in objects}
+    assert {("token", "branch"), ("token", "backspace")} <= kinds
     for row, ended in zip(rows, footer["rows"], strict=True):
         own = [line for line in objects if line["row"] == row["row"]]
         tokens = [line for line in own if line["type"] == "token"]
         assert row.pop("token_records") == tokens
-        assert row.pop("prompt_tokens") == header["prompt_tokens"]
-        assert ended.pop("request")["seed"] == header["seed"]
+        assert row.pop("prompt_tokens") == prompt
+        assert ended.pop("request")["seed"] == SEED[1]
         assert row == ended
-        assert (row["finish_reason"], row["tokens"]) == ("length", len(tokens))
+        assert [token["position"] for token in tokens] == [len(prompt) + i for i in range(12)]
+        assert "".join(token["text"] for token in tokens) == row["text"]
+        assert (row["finish_reason"], row["tokens"]) == ("length", 12)
+        assert row["forwards"] == own[-1]["forwards"]
         assert row["retracted"] == len(own) - len(tokens) > 0
+    # The same run gives the same trace in any output format.
     result = command(*short(*options))
     assert result.out == "".join(row["text"].removesuffix("\n") + "\n" for row in rows)
     (summary,) = result.err.splitlines()
     assert summary.startswith("36 tokens (")
     assert " tok/s) | token limit | " in summary
+    assert read_trace(path)[:-1] == [header, *objects]
+    assert command(*short(*options, "--seed", 1)).status == 0
+    assert read_trace(path)[1:-1] != objects
 
 
 def test_an_output_encoding_without_some_characters(
@@ -110,7 +126,7 @@ COLOUR = re.compile(r"\x1b\[(?=[^m]*[34]\d)[\d;]+m")
 ERASED = "\x1b[2K"
 
 
-@pytest.mark.parametrize("option", [[], ["--verbose", "--weights", "int8"]])
+@pytest.mark.parametrize("option", [[], ["--verbose"]])
 def test_terminal_output(
     command: Command, folder: str, monkeypatch: pytest.MonkeyPatch, option: list[object]
 ) -> None:
@@ -133,7 +149,7 @@ def test_terminal_output(
         _, found, text = ESCAPE.sub("", written.rpartition(ERASED)[2]).partition(plain)
         assert found
         assert text.count("\n") == (4 if option else 1), "the summary"
-        assert ("weights int8, hidden states float32\n" in text) == bool(option)
+        assert ("weights float32, hidden states float32\n" in text) == bool(option)
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"harness"}))
@@ -165,7 +181,7 @@ def traced(command: Command, tmp_path: Path) -> Traced:
     return run
 
 
-ONE = ("--no-chat", "--max-new-tokens", 1)
+ONE = ("--no-chat", "--max-new-tokens", 1, "--sampler", "greedy")
 
 
 def test_prompt_options(traced: Traced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +206,7 @@ def test_chat_options(
         (base / name).write_text(json.dumps(raw | {"eos_token_id": end}))
 
     def prompt(*arguments: object, model: object = folder) -> str:
-        header, *_ = traced(*arguments, "--max-new-tokens", 1, model=model)
+        header, *_ = traced(*arguments, *ONE[1:], model=model)
         return header["prompt"].removeprefix("<|begin_of_text|>")
 
     head = "<|start_header_id|>{}<|end_header_id|>\n\n"
@@ -257,38 +273,6 @@ def test_options_reach_the_run(command: Command, tmp_path: Path) -> None:
 # The trace.
 
 
-def test_contents_of_the_trace(command: Command, tmp_path: Path, folder: str) -> None:
-    path = tmp_path / "trace.jsonl"
-    options = ("--samples", 3, *SEED, "--sampler", LITERAL)
-    result = command(*short("--trace", path, *options))
-    header, *objects, footer = read_trace(path)
-    model = load(folder)
-    prompt = model.tokenizer.encode(PROMPT, add_bos=True)
-    expected = {"type": "header", "format_version": 1, "model": folder, "seed": SEED[1]}
-    expected |= {"sampler": "literal", "prompt": "<|begin_of_text|>" + PROMPT}
-    expected |= {"prompt_tokens": prompt}
-    assert {name: header[name] for name in expected} == expected
-    assert header["model_config"]["vocab_size"] == model.config.vocab_size
-    assert header["versions"]["entropix_jax"] == entropix_jax.__version__
-    assert header["versions"]["jax"] == jax.__version__
-    assert 0 < footer["timings"]["first_token"] <= footer["timings"]["total"]
-    for index, row in enumerate(footer["rows"]):
-        own = [token for token in objects if token["row"] == index]
-        tokens = [token for token in own if token["type"] == "token"]
-        assert [token["position"] for token in tokens] == [len(prompt) + i for i in range(12)]
-        assert "".join(token["text"] for token in tokens) == row["text"]
-        assert (row["row"], row["finish_reason"], row["tokens"]) == (index, "length", 12)
-        assert (row["forwards"], row["retracted"]) == (own[-1]["forwards"], len(own) - len(tokens))
-    assert result.out == "".join(f"{row['text']}\n" for row in footer["rows"])
-    kinds = {(token["type"], token["action"]) for token in objects}
-    assert {("token", "branch"), ("token", "backspace")} <= kinds
-    # The same run gives the same trace in any output format.
-    assert command(*short("--trace", path, *options, "--format", "json")).status == 0
-    assert read_trace(path)[:-1] == [header, *objects]
-    assert command(*short("--trace", path, *options[:2], "--seed", 1)).status == 0
-    assert read_trace(path)[1:-1] != objects
-
-
 def test_thresholds_in_percent(command: Command, tmp_path: Path) -> None:
     """The trace contains the percentiles, and the bounds from the model's own tables."""
     path = tmp_path / "trace.jsonl"
@@ -308,7 +292,7 @@ def test_a_model_without_tables(command: Command, tmp_path: Path) -> None:
     bare = write_model(tmp_path / "bare", calibrated=False)
     note = "note: the model has no calibration: the generic table is used; "
     note += f"`entropix-jax calibrate --model {bare}` measures its own\n"
-    for sampler, number in (("entropix", 1), ("document-004", 1), ("min-p", 0), (LITERAL, 0)):
+    for sampler, number in (("entropix", 1), ("min-p", 0), (LITERAL, 0)):
         result = command(*short("--sampler", sampler, tokens=2), model=str(bare))
         assert (result.status, result.err.count(note)) == (0, number)
 

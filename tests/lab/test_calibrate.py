@@ -102,26 +102,17 @@ def test_conversations_and_the_seed(tmp_path: Path, output: Path) -> None:
     assert contents[0] == contents[1] != contents[2]
 
 
-def test_an_old_calibration_is_replaced(prompts: Path, tmp_path: Path) -> None:
-    """The default output is in the model's folder. An invalid file there is replaced, too."""
-    folder = copy_tiny(tmp_path)
-    (folder / "calibration.json").write_text('{"thresholds": {"h1": 0.3}}')
-    result = succeed("--prompts", prompts, model=folder)
-    assert result.err.endswith(f"{folder / 'calibration.json'}: written\n")
-    assert read_calibration(folder / "calibration.json").tokens > 0
-
-
 def test_the_models_own_prompts_are_the_default(prompts: Path, tmp_path: Path) -> None:
-    """The tables of `tiny` are thus not replaced by those of prompts that it cannot answer."""
+    """The tables of `tiny` are thus not replaced by those of prompts that it cannot answer. The
+    default output is in the model's folder, where an invalid file is replaced, too."""
     folder = copy_tiny(tmp_path)
+    path = folder / "calibration.json"
+    path.write_text('{"thresholds": {"h1": 0.3}}')
     (folder / "calibration_prompts.jsonl").write_text('{"prompt": "Guests:"}\n')
-    succeed(model=folder)
-    assert (
-        "1 prompts of calibration_prompts.jsonl"
-        in read_calibration(folder / "calibration.json").source
-    )
+    assert succeed(model=folder).err.endswith(f"{path}: written\n")
+    assert "1 prompts of calibration_prompts.jsonl" in read_calibration(path).source
     succeed("--prompts", prompts, model=folder)
-    assert f"of {prompts.name}" in read_calibration(folder / "calibration.json").source
+    assert f"of {prompts.name}" in read_calibration(path).source
 
 
 def test_nan_logits_are_an_error(prompts: Path, tmp_path: Path, tiny: LanguageModel) -> None:

@@ -29,7 +29,6 @@ from entropix_jax.lab.results import (
 )
 from entropix_jax.lab.statistics import Bootstrap, Interval
 from entropix_jax.lab.sweep import Comparison
-from entropix_jax.lab.votes import KINDS
 
 MEASURES = "mean_entropy max_entropy mean_varentropy max_varentropy".split()
 RECORDED = Path(__file__).with_name("recorded_page.md")
@@ -116,47 +115,9 @@ def test_the_page_has_the_recorded_figures(findings: Findings) -> None:
     assert format_page(findings, {"description": "", "seeds": "0"}) == RECORDED.read_text()
 
 
-def test_measures_are_ratios_of_sums(findings: Findings) -> None:
-    for setting in SETTINGS:
-        own = rows_of("tales", setting)
-        tokens = sum(one["tokens"] for one in own)
-        odd = sum(one["measures"]["odd_words"][0] for one in own)
-        logs = [one["tokens"] * math.log(one["perplexity"]) for one in own]
-        wanted = {
-            "odd_words": odd / tokens,
-            "logprob": -sum(logs) / tokens,
-            "repetition": np.mean([one["repetition"] for one in own]),
-        }
-        for measure, mean in wanted.items():
-            assert value(findings, "tales", setting, measure).value == pytest.approx(mean)
-        costs = findings.costs.set_index(["task", "setting"]).loc[("tales", setting)]
-        assert costs["forwards"] == pytest.approx(np.mean([one["forwards"] for one in own]))
-    # A task's own measure replaces a general measure of the same name.
+def test_a_tasks_own_measure_replaces_a_general_one() -> None:
     renamed = [{**one, "measures": {"repetition": [1, 4]}} for one in rows()]
     assert value(analyse_rows(renamed), "tales", "plain", "repetition").value == 0.25
-
-
-def test_several_samples(findings: Findings) -> None:
-    """Majority votes apply only to tasks with votes, choices to all scored tasks. All three samples
-    form one set in any order, except for ties."""
-    several = findings.several.set_index(["task", "setting", "kind", "samples"])["estimate"]
-    for setting in SETTINGS:
-        for task in SCORED:
-            groups = by_item(task, setting)
-            single = [np.mean([one["score"] for one in group]) for group in groups]
-            best = [max(one["score"] for one in group) for group in groups]
-            votes = [float(np.mean([one["score"] for one in group]) > 0.5) for group in groups]
-            likely = [min(group, key=lambda o: o["perplexity"])["score"] for group in groups]
-            sure = [
-                max(group, key=lambda o: o["lowest_group_confidence"])["score"] for group in groups
-            ]
-            majority = votes if VOTES[task] else single
-            wanted = {"best": best, "likeliest": likely, "surest": sure, "majority": majority}
-            for kind, scores in wanted.items():
-                assert several[task, setting, kind, 3].value == pytest.approx(np.mean(scores))
-            for kind in KINDS:
-                assert several[task, setting, kind, 1].value == pytest.approx(np.mean(single))
-    assert {*findings.several["task"]} == {ALL, *SCORED}
 
 
 def test_findings_are_json(findings: Findings) -> None:

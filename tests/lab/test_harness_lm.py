@@ -309,7 +309,7 @@ def test_the_command(tasks: Path, greedy: EntropixLM, tmp_path: Path) -> None:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "entropix_jax", "harness"),
-            *("--model_args", f"pretrained={EMBEDDED},sampler=entropix,seed=1", "-b", "4"),
+            *("--model_args", f"pretrained={EMBEDDED},sampler=greedy,seed=1", "-b", "4"),
             *("--tasks", ",".join(TASKS), "--include_path", str(tasks)),
             *("--apply_chat_template", "--log_samples", "--output_path", str(tmp_path / "out")),
         ],
@@ -323,8 +323,8 @@ def test_the_command(tasks: Path, greedy: EntropixLM, tmp_path: Path) -> None:
     (path,) = (tmp_path / "out").rglob("results_*.json")
     found = json.loads(path.read_text())
     config, results = found["config"], found["results"]
-    assert (config["sampler"], config["sampler_seed"]) == ("entropix", 1)
-    assert config["sampler_values"]["arms.lehv"] == "branch"
+    assert (config["sampler"], config["sampler_seed"]) == ("greedy", 1)
+    assert config["sampler_values"]["arms.lehv"] == "argmax"
     assert results["local_choice"]["acc,none"] > 0.9
     assert results["local_sums"]["exact_match,number"] > 0.9
     # The harness defines it per word, over all texts.
@@ -335,9 +335,10 @@ def test_the_command(tasks: Path, greedy: EntropixLM, tmp_path: Path) -> None:
     assert results["local_text"]["word_perplexity,none"] == pytest.approx(perplexity, rel=1e-4)
     (path,) = (tmp_path / "out").rglob("samples_local_sums_*.jsonl")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    lm = make(sampler="entropix", seed=1)
     contexts = [line["arguments"]["gen_args_0"]["arg_0"] for line in lines]
-    again = write(lm, *[(context, {"until": ["\n"], "max_gen_toks": 40}) for context in contexts])
+    again = write(
+        greedy, *[(context, {"until": ["\n"], "max_gen_toks": 40}) for context in contexts]
+    )
     assert [line["resps"] for line in lines] == [[[text]] for text in again]
 
 

@@ -90,7 +90,7 @@ def test_labels_and_measures(
         assert found["entropy"] == pytest.approx([t.entropy for t in row.tokens], abs=1e-4)
         means = np.mean(found["heads"], axis=1)
         np.testing.assert_allclose(means, found["attn_entropy_norm"], atol=1e-3)
-        for at in range(0, len(ids), 4):
+        for at in range(0, len(ids), 8):
             top = row.tokens[at].top
             assert top is not None
             assert [found["p1"][at], found["p2"][at]] == pytest.approx([p for *_, p in top], 1e-3)

@@ -82,21 +82,6 @@ def test_predictions_equal_ridge_regressions_on_other_folds() -> None:
     np.testing.assert_allclose(found, expected, atol=1e-9)
 
 
-def test_predictions_do_not_use_labels_of_their_fold() -> None:
-    """Different labels in a fold do not change the predictions of that fold."""
-    tokens = make_tokens(20, 2)
-    features, penalties = tokens.features([BASE])
-    targets = tokens.columns["pivot"][:, None]
-    own = tokens.folds == 3
-    other = np.where(own[:, None], 1 - targets, targets)
-    one, two = (
-        Ridge(features, penalties, each, tokens).predict(np.ones((1, 20)))[0]
-        for each in (targets, other)
-    )
-    np.testing.assert_allclose(one[own], two[own], atol=1e-12)
-    assert np.abs(one[~own] - two[~own]).max() > 0.01
-
-
 def test_ranks_and_associations_of_repeated_values() -> None:
     rng = np.random.default_rng(4)
     values, target = rng.integers(0, 9, 40).astype(float), rng.integers(0, 6, 40).astype(float)

@@ -48,7 +48,7 @@ def exact(x: jax.Array, weight: jax.Array) -> np.ndarray:
 
 
 @pytest.mark.parametrize("lead", [(1,), (2, 3)], ids=str)
-@pytest.mark.parametrize(("width", "out"), [(SMALL, 24), (LARGE, 24), (64, 256), (64, 600)])
+@pytest.mark.parametrize(("width", "out"), [(SMALL, 24), (LARGE, 24), (64, 600)])
 @pytest.mark.parametrize(
     ("x_dtype", "w_dtype"),
     [(F32, F32), (F32, BF16), (F32, jnp.float16), (BF16, BF16)],
@@ -91,7 +91,7 @@ def test_a_few_vectors_are_exact_to_float32_in_either_form(count: int, multiplie
 
 
 @pytest.mark.parametrize("small", [False, True], ids=["bfloat16", "int8"])
-@pytest.mark.parametrize("count", [1, 2, 16, 17, 64, 65])
+@pytest.mark.parametrize("count", [1, 16, 17, 64, 65])
 def test_bfloat16_vectors_are_multiplied_exactly(count: int, small: bool, multiplied: bool) -> None:
     """The result equals that of widened vectors, in every form. A single vector is widened."""
     x, weight = operands((count, 256), 40, BF16, BF16)
@@ -137,7 +137,7 @@ def test_a_non_finite_vector_changes_only_its_own_result(
 # Narrow weights in blocks of columns.
 
 
-@pytest.mark.parametrize("width", [2048, 2049, 4096, 5000, 8192])
+@pytest.mark.parametrize("width", [2048, 2049, 5000])
 @pytest.mark.parametrize("lead", [(1, 1), (2, 3)], ids=str)
 @pytest.mark.parametrize("small", [False, True], ids=["bfloat16", "int8"])
 def test_blocks_of_columns_are_the_same_matrix(

@@ -126,9 +126,18 @@ def test_a_stored_head_is_used(copy: Path, factor: int, own: bool, weights: str)
 TEXT_END, TURN_END = token_ids()["<|end_of_text|>"], token_ids()["<|eot_id|>"]
 
 
-@pytest.mark.parametrize("eos", ["<|end_of_text|>", "<|eot_id|>", ...])
-@pytest.mark.parametrize("config", [TEXT_END, TURN_END, [TEXT_END, TURN_END], ...])
-@pytest.mark.parametrize("generation", [TEXT_END, TURN_END, [TURN_END, TEXT_END], ...])
+@pytest.mark.parametrize(
+    ("generation", "config", "eos"),
+    [
+        (TEXT_END, ..., ...),
+        (..., TURN_END, ...),
+        (..., ..., "<|eot_id|>"),
+        ([TURN_END, TEXT_END], TEXT_END, ...),
+        (TEXT_END, [TEXT_END, TURN_END], "<|end_of_text|>"),
+        (TEXT_END, TEXT_END, "<|eot_id|>"),
+        (..., ..., ...),
+    ],
+)
 def test_end_tokens_are_the_union_of_the_files(
     copy: Path, generation: Any, config: Any, eos: Any
 ) -> None:
@@ -319,10 +328,31 @@ def hub(copy: Path) -> Iterator[Hub]:
         yield hub
 
 
+PROGRAM = """
+import contextlib, io, json, os, runpy, sys
+from entropix_jax.__main__ import main
+found = []
+for token, *sys.argv in json.load(sys.stdin):
+    os.environ["HF_TOKEN"] = token
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            if sys.argv[0] == "generate":
+                sys.exit(main(sys.argv))
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            status = end.code
+    found.append((status, out.getvalue(), err.getvalue()))
+print(json.dumps(found), flush=True)
+os._exit(0)
+"""
+
+
 def run(
-    hub: Hub | None, home: Path, *arguments: object, token: str = "", offline: bool = False
-) -> subprocess.CompletedProcess[str]:
-    """Runs a command in another process, since the hub's client reads its settings on import."""
+    hub: Hub | None, home: Path, *commands: list[object], token: str = "", offline: bool = False
+) -> list[list[Any]]:
+    """Runs commands in another process, since the hub's client reads its settings on import.
+    Returns the status, output and errors of each."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -332,34 +362,39 @@ def run(
         "XDG_CACHE_HOME": str(home / "cache"),
         "HF_ENDPOINT": hub.address if hub else "http://127.0.0.1:9",
         "HF_HOME": str(home),
-        "HF_TOKEN": token,
         "HF_HUB_OFFLINE": "1" if offline else "0",
     }
-    command = [sys.executable, *map(str, arguments)]
     options: Any = {"cwd": ROOT, "env": environment, "timeout": PATIENCE}
-    return subprocess.run(command, capture_output=True, text=True, **options)
+    options["input"] = json.dumps([[token, *map(str, command)] for command in commands])
+    ran = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, **options)
+    assert ran.returncode == 0, ran.stderr
+    found: list[list[Any]] = json.loads(ran.stdout)
+    return found
+
+
+DOWNLOAD = ROOT / "scripts" / "download_weights.py"
 
 
 def download(
-    hub: Hub | None, home: Path, *arguments: object, **options: object
+    hub: Hub | None, home: Path, *arguments: object, **options: Any
 ) -> tuple[int, str, str]:
-    ran = run(hub, home, ROOT / "scripts" / "download_weights.py", *arguments, **options)  # type: ignore[arg-type]
-    return ran.returncode, ran.stdout, ran.stderr
+    ((status, printed, error),) = run(hub, home, [DOWNLOAD, *arguments], **options)
+    return status, printed, error
 
 
 def test_a_model_of_the_hub_generates(hub: Hub, folder: Path, tmp_path: Path) -> None:
     """The model is downloaded once. The second run sends no request and has the same output."""
-    arguments = ["-m", "entropix_jax.main", "--prompt", "Once", "--max-new-tokens", "5"]
+    arguments = ["generate", "--prompt", "Once", "--max-new-tokens", 5]
     arguments += ["--no-chat", "--sampler", "temperature", "--model"]
-    first = run(hub, tmp_path, *arguments, REPO)
-    assert first.returncode == 0, first.stderr
+    ((status, first, error),) = run(hub, tmp_path, [*arguments, REPO])
+    assert status == 0, error
     asked = {path.rpartition("/")[2] for method, path in hub.asked if method == "GET"}
     assert WEIGHTS in asked
     assert "pytorch_model.bin" not in asked
     hub.asked.clear()
-    again = run(hub, tmp_path, *arguments, REPO, offline=True)
-    local = run(hub, tmp_path, *arguments, folder)
-    assert again.stdout == first.stdout == local.stdout != ""
+    commands = [*arguments, REPO], [*arguments, folder]
+    (_, again, _), (_, local, _) = run(hub, tmp_path, *commands, offline=True)
+    assert again == first == local != ""
     assert hub.asked == []
 
 
@@ -392,40 +427,41 @@ def test_a_gguf_file_of_the_hub(tmp_path: Path) -> None:
     (place / "sub").mkdir(parents=True)
     for name in ("a-Q4_0.gguf", "sub/b-F16.gguf"):
         (place / name).write_bytes(name.encode())
+    names = ("a-00001-of-00002.gguf", "a-Q4_0.gguf", "sub/b-F16.gguf", "none.gguf")
+    commands = [[DOWNLOAD, f"{REPO}/{name}"] for name in names]
     with serving(Hub(place)) as hub:
-        told = f"{REPO}/a-00001-of-00002.gguf: is a part of a model: download all parts and merge"
-        assert told in download(hub, tmp_path, f"{REPO}/a-00001-of-00002.gguf")[2]
-        for name in ("a-Q4_0.gguf", "sub/b-F16.gguf"):
-            status, printed, error = download(hub, tmp_path, f"{REPO}/{name}")
-            assert status == 0, error
-            assert Path(printed.strip()).read_bytes() == name.encode()
-        told = f"has GGUF files only: name one, such as {REPO}/a-Q4_0.gguf (or sub/b-F16.gguf)"
-        status, printed, error = download(hub, tmp_path, REPO)
-        assert (status, printed, error.count("error: ")) == (2, "", 1)
-        assert error.endswith(f"error: {REPO}: {told}\n")
-        status, _, error = download(hub, tmp_path, f"{REPO}/none.gguf")
-        assert (status, error.count("\n")) == (2, 1)
+        part, *files, missing, whole = run(hub, tmp_path, *commands, [DOWNLOAD, REPO])
+    assert f"{REPO}/{names[0]}: is a part of a model: download all parts and merge" in part[2]
+    for name, (status, printed, error) in zip(names[1:3], files, strict=True):
+        assert status == 0, error
+        assert Path(printed.strip()).read_bytes() == name.encode()
+    assert (missing[0], missing[2].count("\n")) == (2, 1)
+    told = f"has GGUF files only: name one, such as {REPO}/a-Q4_0.gguf (or sub/b-F16.gguf)"
+    status, printed, error = whole
+    assert (status, printed, error.count("error: ")) == (2, "", 1)
+    assert error.endswith(f"error: {REPO}: {told}\n")
 
 
 def test_errors_of_the_hub(hub: Hub, tmp_path: Path) -> None:
     hub.gated = True
-    assert download(hub, tmp_path, REPO) == (2, "", f"error: {GATED}")
-    ran = run(hub, tmp_path, "-m", "entropix_jax.main", "--prompt", "x", "--model", REPO)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (2, "", f"error: {GATED}")
+    generates: list[object] = ["generate", "--prompt", "x", "--model", REPO]
+    for found in run(hub, tmp_path, [DOWNLOAD, REPO], generates):
+        assert found == [2, "", f"error: {GATED}"]
     assert download(hub, tmp_path, REPO, token=TOKEN)[0] == 0
     hub.gated = False
     missing = "owner/other: neither a folder here nor a repository that can be read on the hub"
     not_downloaded = "a/b: no such folder, and not downloaded from the hub: "
-    for asked, arguments, offline, told in (
-        (hub, ("owner/other",), False, missing),
-        (hub, (REPO, "--revision", "none"), False, REPO),
-        (hub, ("a/b/c",), False, "not a hub id: 'a/b/c' (expected owner/name)"),
-        (None, ("a/b",), False, not_downloaded),  # no server
-        (None, ("a/b",), True, not_downloaded),
-    ):
-        status, printed, error = download(asked, tmp_path, *arguments, offline=offline)
+    wrong: tuple[tuple[list[object], str], ...] = (
+        (["owner/other"], missing),
+        ([REPO, "--revision", "none"], REPO),
+        (["a/b/c"], "not a hub id: 'a/b/c' (expected owner/name)"),
+    )
+    ends = run(hub, tmp_path, *([DOWNLOAD, *arguments] for arguments, _ in wrong))
+    ends += [[*download(None, tmp_path, "a/b", offline=offline)] for offline in (False, True)]
+    told = [*(message for _, message in wrong), not_downloaded, not_downloaded]
+    for (status, printed, error), message in zip(ends, told, strict=True):
         assert (status, printed, error.count("\n")) == (2, "", 1)
-        assert error.startswith(f"error: {told}")
+        assert error.startswith(f"error: {message}")
 
 
 def test_a_download_that_fails_in_the_middle(hub: Hub, tmp_path: Path) -> None:

@@ -92,7 +92,6 @@ def test_rotations_to_the_end_of_the_context(config: ModelConfig) -> None:
         TINY,
         tiny_config(num_kv_heads=4, tied_head=False),
         tiny_config(num_kv_heads=1, rope_scaling=None, head_dim=12),
-        tiny_config(norm_eps=1e-6),
         tiny_config(norm_eps=0.1, rope_theta=500.0),
         tiny_config(rope_scaling=replace(SCALING, factor=8.0)),
         tiny_config(rope_scaling=replace(SCALING, original_max_positions=16)),

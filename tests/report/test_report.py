@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 
-from entropix_jax.__main__ import main
 from entropix_jax.engine.trace import TraceWriter
 from entropix_jax.errors import UserError
 from entropix_jax.names import MEANINGS
 from entropix_jax.report import page, reading
 from entropix_jax.report.page import run_page, write_report
 from entropix_jax.report.reading import TraceReader
-from tests.support.commands import Result, short
+from tests.support.commands import Result, one_error, refusal, run_command, short
 from tests.support.reports import (
     NASTY,
     SAMPLER,
@@ -119,20 +118,14 @@ def calibrated(quantiles: Json) -> Json:
     ],
 )
 def test_errors_of_traces_contain_the_line(
-    content: list[Json | str | bytes],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    content: list[Json | str | bytes], message: str, tmp_path: Path
 ) -> None:
     """An existing page is not changed."""
     path, output = tmp_path / "trace.jsonl", tmp_path / "page.html"
     lines = [json.dumps(line) + "\n" if isinstance(line, dict) else line for line in content]
     path.write_bytes(b"".join(x.encode() if isinstance(x, str) else x for x in lines))
     output.write_text("before")
-    assert main(["report", str(path), "--output", str(output)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    (line,) = err.splitlines()
+    line = refusal(run_command("report", path, "--output", output))
     assert line.startswith(f"error: {path}: ")
     assert message in line
     assert output.read_text() == "before"
@@ -163,18 +156,13 @@ def test_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("trace.jsonl", None, "required: --output"),
     ],
 )
-def test_errors_of_report(
-    trace: str, output: str | None, message: str, whole: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_of_report(trace: str, output: str | None, message: str, whole: Path) -> None:
     folder, before = whole.parent, whole.read_bytes()
     os.mkfifo(folder / "pipe")
     (folder / "batch").write_text('{"id": "a", "line": 1, "digest": "0", "text": "x"}\n')
     names = sorted(folder.iterdir())
-    options = [] if output is None else ["--output", str(folder / output)]
-    assert main(["report", str(folder / trace), *options]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    assert message in line
+    options = [] if output is None else ["--output", folder / output]
+    one_error(run_command("report", folder / trace, *options), message)
     assert whole.read_bytes() == before
     assert sorted(folder.iterdir()) == names
 
@@ -305,9 +293,10 @@ def facts_of(output: Path) -> dict[str, Any]:
 def test_the_report_option(command: Command, tmp_path: Path) -> None:
     """The page has the most likely tokens and the layers. The printed text does not change."""
     output = tmp_path / "page.html"
-    result = command(*short("--report", output, "--samples", 2))
+    options = ("--samples", 2, "--sampler", "temperature")
+    result = command(*short("--report", output, *options))
     assert result.status == 0
-    assert result.out == command(*short("--samples", 2)).out
+    assert result.out == command(*short(*options)).out
     *lines, _ = unpacked(output.read_text("utf-8"), "trace-0").split(b"\n")
     records = [json.loads(line) for line in lines]
     assert [records[0]["type"], records[-1]["type"]] == ["header", "footer"]
@@ -321,7 +310,7 @@ def test_the_report_option(command: Command, tmp_path: Path) -> None:
 def test_the_report_option_with_a_trace(command: Command, tmp_path: Path) -> None:
     """The page shows the trace, and does not add fields to it."""
     trace, output = tmp_path / "trace.jsonl", tmp_path / "page.html"
-    arguments = ("--trace", trace, "--trace-top", 2)
+    arguments = ("--trace", trace, "--trace-top", 2, "--sampler", "temperature")
     assert command(*short(*arguments, "--report", output)).status == 0
     assert output.read_text("utf-8") == run_page(trace)
     with_page = read_trace(trace)
@@ -346,7 +335,8 @@ def test_an_interrupted_run_has_a_page(
 
     monkeypatch.setattr(TraceWriter, "write", press)
     output = tmp_path / "page.html"
-    assert command(*short("--report", output, tokens=100)).status == 130
+    options = ("--report", output, "--sampler", "temperature")
+    assert command(*short(*options, tokens=100)).status == 130
     facts = facts_of(output)
     assert facts["complete"] is True
     (row,) = facts["rows"]

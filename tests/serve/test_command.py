@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 def test_serve_drains_at_a_signal(tiny: LanguageModel) -> None:
     """The server finishes running requests and rejects new ones."""
     command = "-m entropix_jax serve --model tiny --port 0 --slots 2 --context 512".split()
+    command += ["--sampler", "temperature", "--presets", "temperature"]
     options: Any = {"env": {**os.environ, "PYTHONPATH": str(ROOT)}, "stderr": subprocess.PIPE}
     started = subprocess.Popen([sys.executable, *command], text=True, **options)
     with started as process, contextlib.ExitStack() as stack:

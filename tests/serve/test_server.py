@@ -175,43 +175,6 @@ def test_an_assistant_message_is_continued(client: openai.OpenAI, tiny: Language
     assert answer.usage.prompt_tokens == len(tokenizer.encode(text, add_bos=True))
 
 
-def test_samplers(client: openai.OpenAI, tiny: LanguageModel) -> None:
-    """Checks the sampler settings that each sampling option of a request selects."""
-    first = tiny.tokenizer.encode_within(" Ivan")[0]
-    banned, raised, lowered = tiny.tokenizer.encode_within(" Nina! ")[:3]
-    bias = {str(lowered): -7.5, str(raised): 5, str(banned): -100}
-    biases = {"draw.bans": [banned], "draw.bias": sorted([[raised, 5.0], [lowered, -7.5]])}
-    own = {"draw.bans": [raised, first], "draw.bias": [[banned, 50]]}
-    percentiles = {"thresholds.h1": "40%", "regimes.hehv": ["entropy > h2", "agreement > 12.5%"]}
-    plain_p = {"base.temperature": 1.0, "base.top_p": 0.4, "repetition.presence": 1.5}
-    hot = {"base.top_k": 3, "base.temperature": 0.9}
-    # Options, `entropix.sampler`, and the preset and settings that they select.
-    cases: list[tuple[dict[str, Any], Any, str, dict[str, Any]]] = [
-        ({"temperature": 0.5}, None, "temperature", {"base.temperature": 0.5}),
-        ({"top_p": 0.4, "presence_penalty": 1.5}, None, "temperature", plain_p),
-        ({"temperature": 0, "top_p": 0}, None, "greedy", {}),
-        ({"frequency_penalty": 2}, None, LITERAL, {"repetition.frequency": 2.0}),
-        ({"logit_bias": {str(first): -100}}, None, LITERAL, {"draw.bans": [first]}),
-        ({"logit_bias": bias}, None, LITERAL, biases),
-        ({"logit_bias": bias}, own, "document-004", biases),
-        ({"logit_bias": {}}, own, "document-004", {}),
-        ({}, "min-p", "min-p", {}),
-        ({"temperature": 0.9}, {"base.top_k": 3}, "top-k", hot),
-        ({}, {"inject.thought": ""}, "document-004", {"inject.thought": ""}),
-        ({}, percentiles, "entropix", percentiles),
-    ]
-    texts = set()
-    for options, choice, preset, changes in cases:
-        chosen = {"extends": preset, **choice} if isinstance(choice, dict) else choice
-        asked = {**options, "entropix": {"tokens": True, **({"sampler": chosen} if chosen else {})}}
-        answer = complete(client, seed=2, max_tokens=16, extra_body=asked)
-        sampler = load_sampler(preset).with_values(changes)
-        (row,) = generate(tiny, "Guests:", sampler, seed=2, max_new_tokens=16)
-        assert ids(answer.choices[0].entropix["tokens"]) == [t.token_id for t in row.tokens], asked
-        texts.add(row.text)
-    assert len(texts) > 5
-
-
 def test_seeds(client: openai.OpenAI) -> None:
     """A request without a seed gets a random one, which the answer contains."""
     first, second = (complete(client, max_tokens=12).choices[0] for _ in range(2))
@@ -377,6 +340,11 @@ def test_logprobs(client: openai.OpenAI, tiny: LanguageModel) -> None:
         assert top[token.text] == own
         for text, logprob in likely.items():
             assert top[text] == pytest.approx(logprob, abs=1e-3)
+    stream = complete(client, seed=6, max_tokens=12, logprobs=3, stream=True)
+    parts = [part.choices[0].logprobs for part in stream]
+    assert [token for part in parts for token in part.tokens] == found.tokens
+    tops = [top.keys() for part in parts for top in part.top_logprobs]
+    assert tops == [top.keys() for top in found.top_logprobs]
     content = talk(client, seed=6, max_tokens=4, logprobs=True, top_logprobs=2).choices[0].logprobs
     (row,) = generate(tiny, TALK, seed=6, max_new_tokens=4)
     for one, token in zip(content.content, row.tokens, strict=True):

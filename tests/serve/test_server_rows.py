@@ -28,8 +28,7 @@ from tests.support.servers import Running, serve
 FULL: dict[str, Any] = {**EVERYTHING, "inject.thought": " More precisely,", "branch.min_p": 0.1}
 FULL |= {"dry.multiplier": 0.5, "truncation.rule": "mirostat", "mirostat.target": 9.0}
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "Once upon a time", "seed": 29, "max_tokens": 40}
-# The first one compiles the program for all of them.
-SAMPLERS: dict[str, Any] = {"full": FULL, "mirostat": "mirostat", "entropix": "entropix"}
+SAMPLERS: dict[str, Any] = {"full": FULL, "min-p": "min-p"}
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +76,9 @@ def whole(request: pytest.FixtureRequest, ask: Any) -> Any:
 
 
 def test_a_continuation_repeats_the_row(ask: Any, whole: Any) -> None:
-    """Continues from each token of the row, also within thoughts and branches."""
+    """Continues from many tokens of the row, also within thoughts and branches."""
     row, own = row_of(whole), tokens(whole)
-    every = 1 if any("branches" in token for token in own) else 5
+    every = 2 if any("branches" in token for token in own) else 10
     for position in range(0, len(own), every):
         again = continued(ask, row, position)
         assert ids(again) == ids(whole)[position:], position
@@ -94,7 +93,7 @@ def test_a_continuation_repeats_the_row(ask: Any, whole: Any) -> None:
 def test_chosen_tokens_start_a_continuation(ask: Any, whole: Any, tiny: LanguageModel) -> None:
     """One or several tokens may be chosen, and they are part of the new row."""
     row, own = row_of(whole), tokens(whole)
-    for position in (0, 7, 20, len(own) - 1):
+    for position in (0, 7, len(own) // 2, len(own) - 1):
         likely = (token for token, *_ in own[position]["top"][1:])
         other = next(token for token in likely if token not in tiny.end_ids(chat=True))
         again = continued(ask, row, position, other, max_tokens=6)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import subprocess
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
+
+import pytest
 
 from entropix_jax.__main__ import main
 from entropix_jax.cli.options import EXIT_USAGE
@@ -29,6 +32,10 @@ def run_command(*arguments: object) -> Result:
         status = main([str(argument) for argument in arguments])
     assert "Traceback" not in err.getvalue()
     return Result(status, out.getvalue(), err.getvalue())
+
+
+def set_stdin(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "ascii"))
 
 
 def refusal(result: Result) -> str:

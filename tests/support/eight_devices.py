@@ -31,7 +31,7 @@ from entropix_jax.sampler.draw import row_key
 from tests.support.models import random_params, tiny_config, uncached
 from tests.support.samplers import ARMS, FEW, LANES, LITERAL, Line, Recorder, batch_of, params_of
 
-MESHES = ("data=8", "model=8", "data=2,model=4")
+MESHES = ("data=8", "data=2,model=4")
 BATCH, CAPACITY, STEPS = 16, 64, 16
 PROMPTS = 9  # prefilled per call, so that the last call has padding
 PRESETS = (LITERAL, "greedy", "document-000", "entropix")
