@@ -32,9 +32,9 @@ from entropix_jax.sampler.files import check_names
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from entropix_jax.engine.calibrated import CalibratedSampler
     from entropix_jax.model.config import ModelConfig
     from entropix_jax.model.loading import LanguageModel
-    from entropix_jax.sampler.mechanism import Mechanism
     from entropix_jax.sampler.sampler import Sampler
 
 EXIT_OK, EXIT_USAGE = 0, 2
@@ -143,12 +143,22 @@ class ModelOptions:
             use_compilation_cache()
             return load(name, self.dtype, mesh, precision=self.precision, check=self.check)
 
+    def start(self, sampler: "Sampler") -> "tuple[str, LanguageModel, CalibratedSampler]":
+        """Loads the model. Returns its name, it, and the sampler for it, whose notes it prints."""
+        from entropix_jax.engine.calibrated import calibrate_sampler
+
+        name = model_name(self.model)
+        model = self.load(name)
+        calibrated = calibrate_sampler(sampler, model)
+        for note in calibrated.notes:
+            print(f"note: {note}", file=sys.stderr)
+        return name, model, calibrated
+
     def choose_sampler(self) -> "Sampler":
         """The sampler with its changed settings; UserError if one is wrong."""
-        from entropix_jax.sampler.presets import choose_sampler
+        from entropix_jax.sampler.presets import choose_sampler, import_mechanisms
 
-        own = own_mechanisms(self.plugin)
-        return choose_sampler(self.sampler, self.settings, own)
+        return choose_sampler(self.sampler, self.settings, import_mechanisms(self.plugin))
 
 
 Highlight = Literal["regimes", "actions"]
@@ -316,15 +326,6 @@ def run_command(command: Callable[[], int]) -> int:
     with contextlib.suppress(OSError):  # standard error on a full disk
         print(f"error: {printable(message)}", file=sys.stderr)
     return EXIT_USAGE
-
-
-def own_mechanisms(plugin: str | None) -> "tuple[Mechanism, ...]":
-    """The mechanisms of `--plugin`; see `import_mechanisms`."""
-    if plugin is None:
-        return ()
-    from entropix_jax.sampler.presets import import_mechanisms
-
-    return import_mechanisms(plugin)
 
 
 def model_name(name: str | None) -> str:
