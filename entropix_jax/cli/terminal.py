@@ -18,7 +18,7 @@ from rich.console import COLOR_SYSTEMS, Console
 from rich.style import Style
 from rich.text import Text
 
-from entropix_jax.cli.status import StatusLine, is_terminal
+from entropix_jax.cli.status import StatusLine, is_terminal, plural
 from entropix_jax.errors import printable
 from entropix_jax.host.interrupts import leave_on_interrupt
 from entropix_jax.names import MEANINGS, REGIMES
@@ -270,9 +270,9 @@ def summary(rows: "Sequence[Row]", speed: float, *more: str) -> str:
     err = Console(stderr=True)
     width = err.width if err.is_terminal else float("inf")
     parts = [
-        _plural(len(tokens), "token") + (f" ({speed:.0f} tok/s)" if speed else ""),
+        plural(len(tokens), "token") + (f" ({speed:.0f} tok/s)" if speed else ""),
         ", ".join(ENDS.get(reason, reason) for reason in reasons),
-        ", ".join(_plural(number, noun) for noun, number in _count(rows).items()),
+        ", ".join(plural(number, noun) for noun, number in _count(rows).items()),
         fit(shares, " ", width).plain,
         *more,
     ]
@@ -288,11 +288,6 @@ def _count(rows: "Sequence[Row]") -> Counter[str]:
         counts["thought"] += sum(a == "inject" != before for before, a in pairwise(["", *actions]))
         counts["step back"] += actions.count("backspace")
     return +counts
-
-
-def _plural(number: int, noun: str) -> str:
-    many = "steps back" if noun == "step back" else f"{noun}s"
-    return f"{number} {noun if number == 1 else many}"
 
 
 def means(rows: "Sequence[Row]") -> str:
