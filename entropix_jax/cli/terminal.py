@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 # terminal's own colour.
 DARK = {"lelv": "", "helv": "#5fafd7 bold", "lehv": "#d787af", "hehv": "#ff875f", "mid": "#00af87"}
 LIGHT = {"lelv": "", "helv": "#005faf bold", "lehv": "#af0087", "hehv": "#af5f00", "mid": "#00875f"}
+# Colours of terminals with 16, of which dark backgrounds have the bright ones.
+BASIC = {"lelv": "", "helv": "blue bold", "lehv": "magenta", "hehv": "red", "mid": "cyan"}
 # Actions that mark tokens: the style, the regime whose colour they have where only actions are
 # coloured, and their name in the legend.
 _MARKS = {
@@ -62,11 +64,13 @@ def palette() -> Mapping[str, str]:
     """Returns the style of each regime for the terminal's background: as COLORFGBG says, else as
     the terminal answers, else dark."""
     code = os.environ.get("COLORFGBG", "").rpartition(";")[2]
-    if code.isdecimal():
-        return LIGHT if code in ("7", "15") else DARK
-    found = _ANSWER.search(_ask_background())
-    red, green, blue = (int(part, 16) for part in found.groups()) if found else (0, 0, 0)
-    return LIGHT if 0.3 * red + 0.6 * green + 0.1 * blue > 128 else DARK
+    is_light = code in ("7", "15")
+    if not code.isdecimal() and (found := _ANSWER.search(_ask_background())):
+        red, green, blue = (int(part, 16) for part in found.groups())
+        is_light = 0.3 * red + 0.6 * green + 0.1 * blue > 128
+    if Console(force_terminal=True).color_system == "standard":
+        return BASIC if is_light else {r: f"bright_{c}" if c else "" for r, c in BASIC.items()}
+    return LIGHT if is_light else DARK
 
 
 def _ask_background() -> bytes:
