@@ -23,7 +23,7 @@ import docstring_parser
 from entropix_jax.cli.status import show_status
 from entropix_jax.errors import Note, UserError, check_range, printable
 from entropix_jax.host.cluster import ANY
-from entropix_jax.host.files import decode_text, read_text
+from entropix_jax.host.files import decode_json, decode_text, read_text
 from entropix_jax.host.heap import GC_THRESHOLD
 from entropix_jax.host.interrupts import EXIT_INTERRUPT
 from entropix_jax.model import find
@@ -387,10 +387,7 @@ def read_input(name: str, instead: str) -> str:
 def read_messages(name: str) -> Any:
     """The decoded JSON of a file of messages, or of standard input where the name is `-`. UserError
     as `read_input`, or if it is not JSON."""
-    try:
-        return json.loads(read_input(name, "--prompt"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{name}: not valid JSON: {error}") from None
+    return decode_json(read_input(name, "--prompt"), f"{name}: ")
 
 
 def choose_context(wanted: int | None, config: "ModelConfig", usual: int) -> int:
