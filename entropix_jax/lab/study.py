@@ -23,7 +23,7 @@ import jax
 from entropix_jax.batch.output import Store
 from entropix_jax.batch.records import Record, content_hash
 from entropix_jax.batch.spread import SpreadRun
-from entropix_jax.cli.status import ProgressView
+from entropix_jax.cli.status import ProgressView, show_status
 from entropix_jax.engine.calibrated import CalibratedSampler
 from entropix_jax.errors import UserError
 from entropix_jax.host.cluster import Cluster
@@ -199,8 +199,10 @@ class Study:
             store.write(record, result)
 
         self._cluster, run = cluster, SpreadRun(cluster)
+        run.left = number - store.done
         with cluster:
-            there, own = cluster.describe(), identify(self._model)
+            with show_status("starting actors") as status:
+                there, own = cluster.describe(status.show), identify(self._model)
             if there not in (None, own):
                 problem = f"its nodes use another model or precision: {there}, here {own}"
                 raise UserError(f"--ray: {problem}: give --dtype and --precision")
