@@ -2,7 +2,9 @@
 
 import importlib
 import os
+import shutil
 import sys
+import textwrap
 import threading
 from collections.abc import Sequence
 from typing import NoReturn
@@ -59,8 +61,10 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         return 0
     if name in ("", "-h", "--help"):
         print("usage: entropix-jax COMMAND [OPTIONS]\n")
+        width = shutil.get_terminal_size().columns
         for command, (_, purpose) in COMMANDS.items():
-            print(f"  {command:<10} {purpose}")
+            line = f"  {command:<10} {purpose}"
+            print(textwrap.fill(line, width, subsequent_indent=" " * 13))
         print("\nentropix-jax COMMAND --help lists the options of a command.")
         return 0 if name else EXIT_USAGE
     raise UserError(f"no command '{name}'{nearest(name, [*COMMANDS])} (see entropix-jax --help)")

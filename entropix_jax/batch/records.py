@@ -21,6 +21,7 @@ from entropix_jax.batch.storage import (
 )
 from entropix_jax.errors import UserError
 from entropix_jax.host.arguments import abbreviate, as_integer
+from entropix_jax.host.files import decode_json
 
 COLUMNS = ("prompt", "id", "sampler", "max_new_tokens", "seed")  # of CSV
 _INTEGERS = {"max_new_tokens": " of at least 1", "seed": ""}
@@ -131,13 +132,9 @@ def _json_rows(lines: Iterator[str], address: str) -> _Rows:
 
 def _parse_json(text: bytes) -> Mapping[str, Any]:
     try:
-        fields = json.loads(text.decode())
+        fields = decode_json(text.decode())
     except UnicodeDecodeError as error:
         raise UserError(f"not UTF-8 at byte {error.start} of the line") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"not valid JSON: {error.msg} at character {error.pos}") from None
-    except (ValueError, RecursionError) as error:  # a huge integer, or too deep
-        raise UserError(f"not valid JSON: {error}") from None
     if not isinstance(fields, dict):
         raise UserError(f"not a JSON object: {abbreviate(fields)}")
     return fields

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from entropix_jax.batch.records import BadRecord, Record, content_hash, read_records
@@ -33,6 +33,7 @@ _SAMPLERS = 256  # named samplers that are cached
 _LONGEST_NAME = 150  # of a trace's file, in bytes, before its suffix
 
 Write = Callable[[Record | BadRecord, Mapping[str, Any]], None]
+_Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,6 @@ class Defaults:
     stop: Sequence[str] = ()
     ignore_eos: bool = False
     escape_special: bool = False
-
-
-class _Stopped(BaseException):  # passes handlers of the storage drivers' exceptions
-    """Raised in a signal handler, to leave a blocked read of the input."""
 
 
 class EngineRun:
@@ -71,11 +68,39 @@ class EngineRun:
         return f"{self.engine.used:.0%} of slots used"
 
 
-class BatchRun(EngineRun):
+class RecordRun:
+    """A run of records, which `stop` ends. `left` is the number of records to run, if known."""
+
+    left: int | None = None
+    _stopping = _reading = False
+
+    def stop(self) -> None:
+        """Ends the reading of records. Safe to call in a signal handler."""
+        self._stopping = True
+        if self._reading:  # a read would continue after the handler
+            raise KeyboardInterrupt
+
+    def _read(self, records: Iterator[_Record]) -> Iterator[_Record]:
+        """The records until `stop`, which may leave a blocked read."""
+        while True:
+            try:
+                self._reading = True
+                record = next(iter(()) if self._stopping else records)
+            except (KeyboardInterrupt, StopIteration):
+                return
+            finally:
+                self._reading = False
+            yield record
+
+
+class BatchRun(EngineRun, RecordRun):
     """Runs records; each result is written as soon as it is complete.
 
     `tokens` counts the run's committed tokens, `failed` its records whose result is an error.
+    `save_trace` stores a record's trace, and returns more fields for its result.
     """
+
+    save_trace: Callable[[Record, Rows], Mapping[str, Any]] | None
 
     def __init__(
         self,
@@ -94,8 +119,6 @@ class BatchRun(EngineRun):
         folder for `traces`, they hold the fields of `recording` and the model's `name`. UserError
         if a sampler, recording, end token or chat setting does not fit the model."""
         self.tokens = self.failed = 0
-        self._stopping = False
-        self._reading = False
         self._model = model
         self._defaults = defaults
         recording = check_recording(model, recording)
@@ -103,7 +126,8 @@ class BatchRun(EngineRun):
             padded_ids(ends)
         self._chat = model.is_chat_model if defaults.chat is None else defaults.chat
         encode_prompt(model, "any prompt", chat=self._chat, system=defaults.system)
-        self.slots, self.traces = slots, traces
+        self.slots = slots
+        self.save_trace = None if traces is None else functools.partial(_save_trace, traces)
         self._name = name
         # Of records that name none, and of those that do.
         self.sampler = calibrate_sampler(defaults.sampler, model)
@@ -149,33 +173,15 @@ class BatchRun(EngineRun):
 
     def stop(self) -> None:
         """Ends the run after the current event. Safe to call in a signal handler."""
-        self._stopping = True
         self.engine.stop()
-        if self._reading:  # a read would continue after the handler
-            raise _Stopped
-
-    def _read(
-        self, records: Iterator[Record | BadRecord | None]
-    ) -> Iterator[Record | BadRecord | None]:
-        """The records until `stop`, which may leave a blocked read."""
-        while True:
-            try:
-                self._reading = True
-                record = next(iter(()) if self._stopping else records)
-            except (_Stopped, StopIteration):
-                return
-            finally:
-                self._reading = False
-            yield record
+        super().stop()
 
     def _request(self, record: Record) -> Request:
         model, own = self._model, self._defaults
-        chat = self._chat or record.messages is not None
-        if record.messages is not None:
-            given: Any = record.messages
-            system = None
-        else:
-            given, system = record.prompt or "", own.system
+        is_plain = record.messages is None
+        chat = self._chat or not is_plain
+        given: Any = (record.prompt or "") if is_plain else record.messages
+        system = own.system if is_plain else None
         escape = own.escape_special
         prompt = encode_prompt(model, given, chat=chat, system=system, escape_special=escape)
         sampler = self.sampler if record.sampler is None else self._named_sampler(record.sampler)
@@ -204,9 +210,12 @@ class BatchRun(EngineRun):
         timings = {"seconds": round(time.perf_counter() - row.started, 4)}
         if row.first_token is not None:
             timings["first_token"] = round(row.first_token - row.started, 4)
-        if self.traces is not None:
-            self._write_trace(self.trace_of(record), row, timings)
         result = row.to_json()
+        if self.save_trace is not None:
+            own = row.request
+            about: Any = {"seed": own.seed, "name": self._name, "messages": own.messages}
+            head = header(self._model, own.sampler, own.prompt, **about)
+            result |= self.save_trace(record, Rows([row], head, timings))
         for name in ("entropy", "varentropy") if tokens else ():
             result[f"mean_{name}"] = sum(getattr(t, name) for t in tokens) / len(tokens)
         if record.sampler is not None:  # a file may have changed by the next run
@@ -214,24 +223,12 @@ class BatchRun(EngineRun):
             result["sampler_digest"] = content_hash(values.encode())
         return result | {"token_ids": [t.token_id for t in tokens], "timings": timings}
 
-    def trace_of(self, record: Record) -> Path:
-        """The path of a record's trace."""
-        assert self.traces is not None
-        return self.traces / f"{file_name(record.id)}.jsonl"
 
-    def _write_trace(self, path: Path, row: Row, timings: Mapping[str, float]) -> None:
-        """Writes the trace of a record atomically."""
-        own = row.request
-        about = header(
-            self._model,
-            own.sampler,
-            own.prompt,
-            seed=own.seed,
-            name=self._name,
-            messages=own.messages,
-        )
-        with replacing(path) as scratch:
-            Rows([row], about, timings).save_trace(scratch)
+def _save_trace(folder: Path, record: Record, rows: Rows) -> dict[str, Any]:
+    """Writes the trace of a record to a folder, atomically."""
+    with replacing(folder / f"{file_name(record.id)}.jsonl") as scratch:
+        rows.save_trace(scratch)
+    return {}
 
 
 def count_records(address: str) -> int | None:

@@ -1,37 +1,26 @@
-"""A batch on a Ray cluster: what its actors run, and the run as the command sees it."""
+"""A batch on a Ray cluster, as the command sees it."""
 
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from entropix_jax.batch.records import BadRecord, Record
-from entropix_jax.batch.run import BatchRun, Write, file_name
+from entropix_jax.batch.run import RecordRun, Write, file_name
+from entropix_jax.engine.results import Rows
 from entropix_jax.host.cluster import Cluster
 from entropix_jax.host.files import replacing
 
 
-class HostedBatch:
-    """A batch in an actor. A result that has a trace contains its text as `trace`."""
-
-    def __init__(self, run: BatchRun) -> None:
-        self.slots = run.slots
-        self._run = run
-
-    def run(self, items: Iterator[Any], write: Callable[[Any, Any], None]) -> None:
-        """Runs records as they come; see `BatchRun.run`."""
-
-        def finish(record: Any, result: Mapping[str, Any]) -> None:
-            if self._run.traces is not None and "text" in result:
-                path = self._run.trace_of(record)
-                result = {**result, "trace": path.read_text(encoding="utf-8")}
-                path.unlink()
-            write(record, result)
-
-        self._run.run(items, finish)
+def pass_trace(record: Record, rows: Rows) -> dict[str, Any]:
+    """In an actor: returns a trace as a field of the result. See `BatchRun.save_trace`."""
+    with tempfile.TemporaryDirectory(prefix="entropix-jax-") as folder:
+        rows.save_trace(path := Path(folder) / "trace.jsonl")
+        return {"trace": path.read_text(encoding="utf-8")}
 
 
-class SpreadRun:
+class SpreadRun(RecordRun):
     """A run of records on a cluster, with the parts of a `BatchRun` that commands use. As its own
     `programs` it says what it waits for."""
 
@@ -63,8 +52,8 @@ class SpreadRun:
         def fail(record: Any, problem: str) -> None:
             finish(record, {"error": problem, "finish_reason": "error"})
 
-        todo = (record for record in records if not is_done(record))
-        self._cluster.run(todo, finish, fail)
+        todo = (record for record in self._read(iter(records)) if not is_done(record))
+        self._cluster.run(todo, finish, fail, self.left)
 
     @property
     def waits(self) -> tuple[str, float]:
@@ -79,3 +68,4 @@ class SpreadRun:
     def stop(self) -> None:
         """Ends the run soon. Safe to call in a signal handler."""
         self._cluster.stop()
+        super().stop()

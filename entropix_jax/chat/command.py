@@ -1,6 +1,5 @@
 """`entropix-jax chat`: a conversation in the terminal."""
 
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,6 @@ from entropix_jax.cli.options import (
     Text,
     Texts,
     choose_context,
-    model_name,
     read_messages,
 )
 from entropix_jax.cli.status import show_status
@@ -65,7 +63,6 @@ def run(arguments: Arguments) -> int:
         raise UserError("--system cannot be used with --messages: put it into the messages")
     with show_status("loading JAX"):
         from entropix_jax.chat.session import Session
-        from entropix_jax.engine.calibrated import calibrate_sampler
         from entropix_jax.engine.request import Request
         from entropix_jax.text.chat_template import plain_messages
 
@@ -80,11 +77,7 @@ def run(arguments: Arguments) -> int:
     elif arguments.system is not None:
         messages = [{"role": "system", "content": arguments.system}]
 
-    name = model_name(arguments.model.model)
-    model = arguments.model.load(name)
-    calibrated = calibrate_sampler(sampler, model)
-    for note in calibrated.notes:
-        print(f"note: {note}", file=sys.stderr)
+    name, model, calibrated = arguments.model.start(sampler)
     request = Request(
         (),
         calibrated,

@@ -5,7 +5,6 @@ import math
 import re
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from entropix_jax.cli import options
-from entropix_jax.cli.status import ProgressView, show_status
+from entropix_jax.cli.status import ProgressView, plural, show_status
 from entropix_jax.errors import UserError, check_range
 from entropix_jax.host.interrupts import deferred_interrupts
 from entropix_jax.version import __version__
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from entropix_jax.batch.output import Store
     from entropix_jax.batch.records import BadRecord, Record
     from entropix_jax.batch.run import BatchRun
-    from entropix_jax.batch.spread import HostedBatch, SpreadRun
+    from entropix_jax.batch.spread import SpreadRun
 
 Description = tuple[tuple[str, ...], dict[str, Any]]  # notes for the user; identity of the run
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -84,8 +83,7 @@ def run(arguments: Arguments) -> int:
     if arguments.trace is not None:
         _check_traces(arguments.trace, arguments.input, arguments.output)
     if arguments.ray is None:
-        run, description = _prepare(arguments, arguments.trace)
-        return _run(arguments, run, description)
+        return _run(arguments, *_prepare(arguments))
 
     from entropix_jax.batch.spread import SpreadRun
     from entropix_jax.host.cluster import Cluster
@@ -101,16 +99,16 @@ def run(arguments: Arguments) -> int:
         with show_status("connecting to Ray"):
             stack.enter_context(cluster)
         with (
-            show_status("starting the first actor"),
+            show_status("starting actors") as status,
             deferred_interrupts(cluster.stop, _SIGNALS) as pressed,
         ):
-            description = cluster.describe()
+            description = cluster.describe(status.show)
         if pressed:
             return _interrupted(pressed)
         return _run(arguments, SpreadRun(cluster, traces), description)
 
 
-def _prepare(arguments: Arguments, traces: str | None) -> "tuple[BatchRun, Description]":
+def _prepare(arguments: Arguments) -> "tuple[BatchRun, Description]":
     """Loads the model. Returns the run, with its notes and everything that its results depend
     on."""
     with show_status("loading JAX"):
@@ -139,7 +137,7 @@ def _prepare(arguments: Arguments, traces: str | None) -> "tuple[BatchRun, Descr
         slots=slots,
         capacity=context,
         recording=Recording(top=arguments.trace_top, layers=arguments.trace_layers),
-        traces=None if traces is None else Path(traces),
+        traces=None if arguments.trace is None else Path(arguments.trace),
         name=name,
     )
     identity = {
@@ -156,13 +154,13 @@ def _prepare(arguments: Arguments, traces: str | None) -> "tuple[BatchRun, Descr
     return run, (run.sampler.notes, identity)
 
 
-def _host(arguments: Arguments) -> "tuple[HostedBatch, Description]":
+def _host(arguments: Arguments) -> "tuple[BatchRun, Description]":
     """Makes the batch of an actor."""
-    from entropix_jax.batch.spread import HostedBatch
+    from entropix_jax.batch.spread import pass_trace
 
-    traces = None if arguments.trace is None else tempfile.mkdtemp(prefix="entropix-jax-")
-    run, description = _prepare(arguments, traces)
-    return HostedBatch(run), description
+    run, description = _prepare(arguments)
+    run.save_trace = run.save_trace and pass_trace
+    return run, description
 
 
 def _run(arguments: Arguments, run: "BatchRun | SpreadRun", description: Description) -> int:
@@ -195,7 +193,7 @@ def _run_records(
     if arguments.trace is not None:
         Path(arguments.trace).mkdir(parents=True, exist_ok=True)
     if store.done:
-        print(f"note: {_records(store.done)} done already", file=sys.stderr)
+        print(f"note: {plural(store.done, 'record')} done already", file=sys.stderr)
 
     def write(record: "Record | BadRecord", result: Mapping[str, Any]) -> None:
         # A row that failed has a text and an error; a record that cannot run has only an error.
@@ -205,21 +203,16 @@ def _run_records(
 
     started = time.perf_counter()
     records = read_records(arguments.input)
+    run.left = None if total is None else total - store.done
     view = ProgressView(store, run, total)
     with view.follow():
         run.run(records, write, store.is_done)
     seconds = time.perf_counter() - started
-    speed = f" ({rate:.0f} tok/s once compiled)" if (rate := view.speed.value) else ""
-    failed = f" ({run.failed} of them with an error)" if run.failed else ""
-    print(
-        f"{_records(store.done)} done{failed} | {run.tokens} tokens in {seconds:.1f} s{speed}"
-        f" | {run.usage}",
-        file=sys.stderr,
-    )
-
-
-def _records(number: int) -> str:
-    return f"{number} record" if number == 1 else f"{number} records"
+    speed = f" ({rate:.0f} tok/s after the start)" if (rate := view.speed.value) else ""
+    done = f"{plural(store.done, 'record')} done"
+    done += f" ({run.failed} of them with an error)" if run.failed else ""
+    tokens = f"{run.tokens} tokens in {seconds:.1f} s{speed}"
+    print(f"{done} | {tokens} | {run.usage}", file=sys.stderr)
 
 
 def _check(arguments: Arguments) -> None:

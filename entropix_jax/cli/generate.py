@@ -74,7 +74,6 @@ def run(arguments: Arguments) -> int:
     # JAX takes most of a second to import: not before the command line is known to be good.
     with show_status("loading JAX"):
         from entropix_jax.engine.api import stream
-        from entropix_jax.engine.calibrated import calibrate_sampler
         from entropix_jax.engine.state import Recording
         from entropix_jax.engine.trace import TraceWriter
 
@@ -83,7 +82,10 @@ def run(arguments: Arguments) -> int:
     prompt = _read_prompt(arguments)
     top, layers = arguments.trace_top, arguments.trace_layers
     if arguments.trace is not None:
-        _check_trace(Path(arguments.trace), arguments)
+        check_writable(Path(arguments.trace))
+        check_apart(Path(arguments.trace), arguments.prompt_file, arguments.messages)
+        if arguments.report is not None:
+            check_regular(Path(arguments.trace), ": --report reads the trace again")
     if arguments.report is not None:
         from entropix_jax.report.page import check_report, write_report
 
@@ -91,9 +93,7 @@ def run(arguments: Arguments) -> int:
         check_report(Path(arguments.report), *inputs)
         top, layers = (top, layers) if top or layers else (_REPORT_TOP, True)
 
-    name = options.model_name(arguments.model.model)
-    model = arguments.model.load(name)
-    calibrated = calibrate_sampler(sampler, model)
+    name, model, calibrated = arguments.model.start(sampler)
     status = StatusLine()
     generation = stream(
         model,
@@ -104,8 +104,6 @@ def run(arguments: Arguments) -> int:
         recording=Recording(top=top, layers=layers),
         ask=_ask_on_terminal(arguments, status),
     )
-    for note in calibrated.notes:
-        print(f"note: {note}", file=sys.stderr)
     if arguments.method is not None:
         from entropix_jax.cli.search import run_search
         from entropix_jax.engine.methods import find_method
@@ -185,14 +183,6 @@ def _read_prompt(arguments: Arguments) -> Any:
         return arguments.prompt
     messages = options.read_messages(arguments.messages)
     return [messages] if isinstance(messages, str) else messages  # a text alone is a prompt
-
-
-def _check_trace(path: Path, arguments: Arguments) -> None:
-    """Refuses, before anything is computed, a trace that could not be written."""
-    check_writable(path)
-    check_apart(path, arguments.prompt_file, arguments.messages)
-    if arguments.report is not None:
-        check_regular(path, ": --report reads the trace again")
 
 
 @contextlib.contextmanager

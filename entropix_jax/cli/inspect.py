@@ -5,21 +5,18 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Literal
 
 from entropix_jax.cli import options
+from entropix_jax.cli.status import plural, show_status
 from entropix_jax.errors import UserError, check_range
 from entropix_jax.names import MEANINGS, REGIMES
 
 if TYPE_CHECKING:
     from entropix_jax.engine.score import ScoredToken
 
-_COLUMNS = {
-    "entropy": "entropy",
-    "varentropy": "varentropy",
-    "attn_entropy_norm": "attention",
-    "agreement": "agreement",
-}
+_COLUMNS = "entropy", "varentropy", "attn_entropy_norm", "agreement"
 
 
 @dataclass(frozen=True)
@@ -50,15 +47,12 @@ class Arguments:
 def run(arguments: Arguments) -> int:
     """Runs the command and returns its exit status."""
     text = _read_text(arguments)
-    from entropix_jax.engine.calibrated import calibrate_sampler
-    from entropix_jax.engine.score import score_tokens
-    from entropix_jax.engine.state import Recording
-    from entropix_jax.engine.trace import header
+    with show_status("loading JAX"):
+        from entropix_jax.engine.score import score_tokens
+        from entropix_jax.engine.state import Recording
+        from entropix_jax.engine.trace import header
 
-    sampler = arguments.model.choose_sampler()
-    name = options.model_name(arguments.model.model)
-    model = arguments.model.load(name)
-    calibrated = calibrate_sampler(sampler, model)
+    name, model, calibrated = arguments.model.start(arguments.model.choose_sampler())
     ids = model.tokenizer.encode(text, add_bos=True)
     scored = score_tokens(
         model,
@@ -67,10 +61,10 @@ def run(arguments: Arguments) -> int:
         context=arguments.context or None,
         recording=Recording(top=arguments.top, layers=arguments.layers),
     )
-    for note in calibrated.notes:
-        print(f"note: {note}", file=sys.stderr)
+    with show_status("compiling or loading the program, and reading the text"):
+        first = [*islice(scored, 1)]  # of many that are computed at once
     sums: Counter[str] = Counter()
-    tokens = _add_up(scored, sums)
+    tokens = _add_up(chain(first, scored), sums)
     if arguments.format == "json":
         options.print_json(header(model, calibrated, ids[:1], seed=None, name=name))
         for token in tokens:
@@ -83,11 +77,8 @@ def run(arguments: Arguments) -> int:
         regimes = {regime: sums[regime] for regime in REGIMES}
         options.print_json({"type": "footer", "tokens": count, **means, "regimes": regimes})
     shares = " ".join(f"{MEANINGS[regime]} {sums[regime] / count:.0%}" for regime in REGIMES)
-    print(
-        f"{count} token{'' if count == 1 else 's'} | {means['bits_per_token']:.3f} bits a token, "
-        f"{means['entropy']:.3f} expected | {shares}",
-        file=sys.stderr,
-    )
+    bits = f"{means['bits_per_token']:.3f} bits a token, {means['entropy']:.3f} expected"
+    print(f"{plural(count, 'token')} | {bits} | {shares}", file=sys.stderr)
     return options.EXIT_OK
 
 
@@ -120,8 +111,7 @@ def _print_tokens(tokens: "Iterator[ScoredToken]", *, table: bool) -> None:
 
     screen = TextScreen()
     if table:
-        heads = " ".join(f"{head:>10}" for head in _COLUMNS.values())
-        print(f"{'position':>8} regime    logprob {heads}  text")
+        print("position regime    logprob    entropy varentropy  attention  agreement  text")
     elif screen.coloured:
         print_legend()
     try:

@@ -23,7 +23,7 @@ import docstring_parser
 from entropix_jax.cli.status import show_status
 from entropix_jax.errors import Note, UserError, check_range, printable
 from entropix_jax.host.cluster import ANY
-from entropix_jax.host.files import decode_text, read_text
+from entropix_jax.host.files import decode_json, decode_text, read_text
 from entropix_jax.host.heap import GC_THRESHOLD
 from entropix_jax.host.interrupts import EXIT_INTERRUPT
 from entropix_jax.model import find
@@ -32,9 +32,9 @@ from entropix_jax.sampler.files import check_names
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from entropix_jax.engine.calibrated import CalibratedSampler
     from entropix_jax.model.config import ModelConfig
     from entropix_jax.model.loading import LanguageModel
-    from entropix_jax.sampler.mechanism import Mechanism
     from entropix_jax.sampler.sampler import Sampler
 
 EXIT_OK, EXIT_USAGE = 0, 2
@@ -143,12 +143,22 @@ class ModelOptions:
             use_compilation_cache()
             return load(name, self.dtype, mesh, precision=self.precision, check=self.check)
 
+    def start(self, sampler: "Sampler") -> "tuple[str, LanguageModel, CalibratedSampler]":
+        """Loads the model. Returns its name, it, and the sampler for it, whose notes it prints."""
+        from entropix_jax.engine.calibrated import calibrate_sampler
+
+        name = model_name(self.model)
+        model = self.load(name)
+        calibrated = calibrate_sampler(sampler, model)
+        for note in calibrated.notes:
+            print(f"note: {note}", file=sys.stderr)
+        return name, model, calibrated
+
     def choose_sampler(self) -> "Sampler":
         """The sampler with its changed settings; UserError if one is wrong."""
-        from entropix_jax.sampler.presets import choose_sampler
+        from entropix_jax.sampler.presets import choose_sampler, import_mechanisms
 
-        own = own_mechanisms(self.plugin)
-        return choose_sampler(self.sampler, self.settings, own)
+        return choose_sampler(self.sampler, self.settings, import_mechanisms(self.plugin))
 
 
 Highlight = Literal["regimes", "actions"]
@@ -318,15 +328,6 @@ def run_command(command: Callable[[], int]) -> int:
     return EXIT_USAGE
 
 
-def own_mechanisms(plugin: str | None) -> "tuple[Mechanism, ...]":
-    """The mechanisms of `--plugin`; see `import_mechanisms`."""
-    if plugin is None:
-        return ()
-    from entropix_jax.sampler.presets import import_mechanisms
-
-    return import_mechanisms(plugin)
-
-
 def model_name(name: str | None) -> str:
     """The model that a command uses: `name`, else the default one, with a line on standard error
     that says which."""
@@ -386,10 +387,7 @@ def read_input(name: str, instead: str) -> str:
 def read_messages(name: str) -> Any:
     """The decoded JSON of a file of messages, or of standard input where the name is `-`. UserError
     as `read_input`, or if it is not JSON."""
-    try:
-        return json.loads(read_input(name, "--prompt"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{name}: not valid JSON: {error}") from None
+    return decode_json(read_input(name, "--prompt"), f"{name}: ")
 
 
 def choose_context(wanted: int | None, config: "ModelConfig", usual: int) -> int:

@@ -196,6 +196,12 @@ class ProgressView:
         return line
 
 
+def plural(number: int, noun: str) -> str:
+    """Returns a number with its noun."""
+    many = "steps back" if noun == "step back" else f"{noun}s"
+    return f"{number} {noun if number == 1 else many}"
+
+
 def is_terminal(stream: Any) -> bool:
     """Whether a stream is an open terminal."""
     return stream is not None and not stream.closed and stream.isatty()

@@ -18,7 +18,7 @@ from rich.console import COLOR_SYSTEMS, Console
 from rich.style import Style
 from rich.text import Text
 
-from entropix_jax.cli.status import StatusLine, is_terminal
+from entropix_jax.cli.status import StatusLine, is_terminal, plural
 from entropix_jax.errors import printable
 from entropix_jax.host.interrupts import leave_on_interrupt
 from entropix_jax.names import MEANINGS, REGIMES
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 # terminal's own colour.
 DARK = {"lelv": "", "helv": "#5fafd7 bold", "lehv": "#d787af", "hehv": "#ff875f", "mid": "#00af87"}
 LIGHT = {"lelv": "", "helv": "#005faf bold", "lehv": "#af0087", "hehv": "#af5f00", "mid": "#00875f"}
+# Colours of terminals with 16, of which dark backgrounds have the bright ones.
+BASIC = {"lelv": "", "helv": "blue bold", "lehv": "magenta", "hehv": "red", "mid": "cyan"}
 # Actions that mark tokens: the style, the regime whose colour they have where only actions are
 # coloured, and their name in the legend.
 _MARKS = {
@@ -62,11 +64,13 @@ def palette() -> Mapping[str, str]:
     """Returns the style of each regime for the terminal's background: as COLORFGBG says, else as
     the terminal answers, else dark."""
     code = os.environ.get("COLORFGBG", "").rpartition(";")[2]
-    if code.isdecimal():
-        return LIGHT if code in ("7", "15") else DARK
-    found = _ANSWER.search(_ask_background())
-    red, green, blue = (int(part, 16) for part in found.groups()) if found else (0, 0, 0)
-    return LIGHT if 0.3 * red + 0.6 * green + 0.1 * blue > 128 else DARK
+    is_light = code in ("7", "15")
+    if not code.isdecimal() and (found := _ANSWER.search(_ask_background())):
+        red, green, blue = (int(part, 16) for part in found.groups())
+        is_light = 0.3 * red + 0.6 * green + 0.1 * blue > 128
+    if Console(force_terminal=True).color_system == "standard":
+        return BASIC if is_light else {r: f"bright_{c}" if c else "" for r, c in BASIC.items()}
+    return LIGHT if is_light else DARK
 
 
 def _ask_background() -> bytes:
@@ -270,9 +274,9 @@ def summary(rows: "Sequence[Row]", speed: float, *more: str) -> str:
     err = Console(stderr=True)
     width = err.width if err.is_terminal else float("inf")
     parts = [
-        _plural(len(tokens), "token") + (f" ({speed:.0f} tok/s)" if speed else ""),
+        plural(len(tokens), "token") + (f" ({speed:.0f} tok/s)" if speed else ""),
         ", ".join(ENDS.get(reason, reason) for reason in reasons),
-        ", ".join(_plural(number, noun) for noun, number in _count(rows).items()),
+        ", ".join(plural(number, noun) for noun, number in _count(rows).items()),
         fit(shares, " ", width).plain,
         *more,
     ]
@@ -288,11 +292,6 @@ def _count(rows: "Sequence[Row]") -> Counter[str]:
         counts["thought"] += sum(a == "inject" != before for before, a in pairwise(["", *actions]))
         counts["step back"] += actions.count("backspace")
     return +counts
-
-
-def _plural(number: int, noun: str) -> str:
-    many = "steps back" if noun == "step back" else f"{noun}s"
-    return f"{number} {noun if number == 1 else many}"
 
 
 def means(rows: "Sequence[Row]") -> str:

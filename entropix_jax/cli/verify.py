@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from entropix_jax.cli.options import EXIT_OK, Model, Positional
+from entropix_jax.cli.options import EXIT_OK, Model, ModelOptions, Positional
 from entropix_jax.cli.status import show_status
 from entropix_jax.errors import UserError
 from entropix_jax.host.files import check_regular
@@ -44,8 +44,7 @@ def run(arguments: Arguments) -> int:
     _check_settings(trace, path)
     from entropix_jax.replay.model import ModelReader
 
-    with show_status("loading the model"):
-        model = _load(arguments.model, trace, path)
+    model = _load(arguments.model, trace, path)
     longest = max((len(lines) for lines in trace.rows.values()), default=0)
     with show_status("recomputing the tokens"):
         found = replay(trace, ModelReader(model, len(trace.header["prompt_tokens"]) + longest))
@@ -64,14 +63,10 @@ def _check_settings(trace: "Trace", path: Path) -> None:
 
 def _load(name: str | None, trace: "Trace", path: Path) -> "LanguageModel":
     """Loads the model of a trace in its precision. UserError if it is another one."""
-    from entropix_jax.host.compile_cache import use_compilation_cache
-    from entropix_jax.model.loading import load
-
     header = trace.header
     precision = header["precision"]
     name = str(header["model"]) if name is None else name
-    use_compilation_cache()
-    model = load(name, precision["weights"], precision=precision["activations"])
+    model = ModelOptions(dtype=precision["weights"], precision=precision["activations"]).load(name)
     own: Any = json.loads(json.dumps(asdict(model.config)))
     for here, there in ((own, header["model_config"]), (model.precision.to_json(), precision)):
         different = sorted(key for key in {*here, *there} if here.get(key) != there.get(key))

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import queue
 import re
 import signal
 import socket
+import sys
 import threading
 import time
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -22,7 +25,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, Protocol
 
-from entropix_jax.errors import UserError, require
+from entropix_jax.errors import Note, UserError, require
 from entropix_jax.host.heap import GC_THRESHOLD
 from entropix_jax.version import __version__
 
@@ -33,6 +36,7 @@ _BURST_SECONDS = 0.02  # in which the other results of a chunk of steps follow t
 _NODES_SECONDS = 1.0  # between looks for nodes that came or died
 _CONNECT_SECONDS = 20.0
 _SPARE = 2  # for this many slots an actor has one item more than slots
+_CARRIED = re.compile("(ENTROPIX|HF|JAX)_(?!PLATFORM|.*DEVICES)")  # variables that actors get
 
 Item = tuple[int, Any]  # its number in the input, and what the work gets
 
@@ -59,18 +63,25 @@ class _Host:
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-    def load(self, make: Make, version: str, cpus: int) -> tuple[str, int, Any]:
-        """Makes the work. Returns an error or "", the number of slots, and the description."""
+    def load(
+        self, make: bytes, version: str, cpus: int, folder: str, variables: Mapping[str, str]
+    ) -> tuple[str, int, Any]:
+        """Makes the work, in the driver's working directory and with its variables. `make` is
+        pickled, as another version may fail to unpickle it. Returns an error or "", the number of
+        slots, and the description."""
         if version != __version__:
-            there = f"has entropix-jax {__version__}, this machine has {version}"
-            return f"{there}: install the same", 0, None
+            return f"has entropix-jax {__version__}, not {version}: install the same", 0, None
         if cpus:
             os.environ["NPROC"] = str(cpus)  # for XLA, which else takes all cores
         gc.set_threshold(GC_THRESHOLD)
+        os.environ.update(variables)
+        with suppress(OSError):  # absolute paths are valid without it, too
+            os.chdir(folder)
         try:
-            work, about = make()
-        except UserError as error:
-            return str(error), 0, None
+            work, about = pickle.loads(make)()
+        except (UserError, OSError, ImportError) as error:
+            lacks = "" if os.path.isdir(folder) else f" (there is no folder {folder} either)"
+            return f"{error}{lacks}", 0, None
         threading.Thread(target=self._run, args=(work,), daemon=True).start()
         return "", work.slots, about
 
@@ -81,9 +92,7 @@ class _Host:
             self._items.put(item)
         results = [self._results.get()]
         time.sleep(_BURST_SECONDS)
-        with suppress(queue.Empty):
-            while True:
-                results.append(self._results.get_nowait())
+        results += [self._results.get() for _ in range(self._results.qsize())]
         for result in results:
             if isinstance(result, BaseException):
                 raise result
@@ -116,10 +125,11 @@ class _Actor:
     handle: Any
     place: tuple[str, int]  # the node's id, and a number on that node
     address: str  # of the node
+    cpus: int
     call: Any  # what to wait for; None: the actor is idle
+    has_started: bool = False  # it has its CPUs and a process
     slots: int = 0  # 0 until it has loaded
     items: dict[int, Any] = field(default_factory=dict)  # unfinished ones, by number
-    is_alone: bool = False  # it runs one item, which may have killed others
 
 
 class Cluster:
@@ -128,19 +138,16 @@ class Cluster:
     def __init__(
         self, make: Make, *, address: str = ANY, cpus: int | None = None, devices: int = 1
     ) -> None:
-        """Starts nothing.
-
-        Args:
-            address: HOST:PORT of the cluster's head, or ANY.
-            cpus: cores of an actor on a node without accelerators; None: all of the node's.
-            devices: GPUs of an actor. An actor on a TPU host has all chips of the host.
-        """
+        """Starts nothing. `address` is HOST:PORT of the cluster's head, or ANY. An actor has
+        `devices` GPUs, all chips of a TPU host, or `cpus` cores, by default all of its node."""
         require("ray", "ray")
+        self._ray: Any = None  # the module, within the context
         self._make, self._address = make, address
         self._cpus, self._devices = cpus, devices
         self._actors: list[_Actor] = []
         self._items: Iterator[Item] = iter(())
         self._more = False  # whether there may be more of them
+        self._left = 0  # items without a result
         self._again: deque[Item] = deque()  # of actors that died
         self._suspects: deque[Item] = deque()  # of two that died
         self._deaths: Counter[Any] = Counter()  # by an item's number, or by place while loading
@@ -153,13 +160,17 @@ class Cluster:
     def summary(self) -> str:
         """The state of the cluster in a line of progress."""
         ready = sum(actor.slots > 0 for actor in self._actors)
-        return f"{ready} of {len(self._actors)} actors"
+        waiting = sum(not actor.has_started for actor in self._actors)
+        busy = f" ({waiting} not started: CPUs or devices in use?)" if waiting else ""
+        return f"{ready} of {len(self._actors)} actors{busy}"
 
     def __enter__(self) -> Cluster:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray's telemetry
         os.environ.setdefault("RAY_worker_niceness", "0")  # of a cluster that is started here
         import ray
+        import ray.util.scheduling_strategies
 
+        self._ray = ray
         on_sigterm = signal.getsignal(signal.SIGTERM)  # which Ray replaces
         head = None if self._address == ANY else self._address
         if head is not None:
@@ -174,21 +185,20 @@ class Cluster:
         return self
 
     def __exit__(self, *error: object) -> None:
-        import ray
-
         for actor in self._actors:
-            ray.kill(actor.handle)
-        ray.shutdown()
+            self._ray.kill(actor.handle)
+        self._ray.shutdown()
 
     def stop(self) -> None:
         """Ends the run soon; unfinished items have no result. Safe to call in a signal handler."""
         self._stopping = True
 
-    def describe(self) -> Any:
+    def describe(self, show: Callable[[str], None]) -> Any:
         """Waits for the first actor, and returns the description of its work; None after `stop`.
-        UserError as `run`."""
+        `show` gets lines that say what it waits for. UserError as `run`."""
         while self._about is None and not self._stopping:
             self._start_actors()
+            show(f"starting actors: {self.summary}")
             for actor in self._answered():
                 self._receive(actor)
         return self._about
@@ -198,19 +208,23 @@ class Cluster:
         items: Iterable[Any],
         write: Callable[[Any, Any], None],
         fail: Callable[[Any, str], None],
+        total: int | None = None,
     ) -> None:
         """Runs items, fetched as actors take them, and passes each with its result to `write`, in
         order of completion.
 
-        An item that dies with its actor for the third time, then alone in it, goes to `fail` with a
-        message. UserError if an actor cannot load, the work raised it, or no actor can be
-        started."""
+        The last ones are shared evenly if the number of items, `total`, is known. An item that dies
+        with its actor for the third time, then alone in it, goes to `fail` with a message. Deaths
+        of nodes do not count. UserError if the first actor cannot load, the work raised it, or no
+        actor can be started."""
         self._items, self._more = iter(enumerate(items)), True
+        self._left = sys.maxsize if total is None else total
         while not self._stopping:
             self._start_actors()
             for actor in self._answered():
                 for number, result in self._receive(actor):
                     write(actor.items.pop(number), result)
+                    self._left -= 1
             for number, item in [*self._again]:
                 if self._deaths[number] >= _MAX_DEATHS:
                     self._again.remove((number, item))
@@ -224,27 +238,26 @@ class Cluster:
 
     def _start_actors(self) -> None:
         """Starts the actors that the nodes have room for. UserError if no actor can be started."""
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
         if time.monotonic() < self._looked + _NODES_SECONDS:
             return
         self._looked = time.monotonic()
         taken = {actor.place for actor in self._actors}
-        for node in ray.nodes():
+        strategies = self._ray.util.scheduling_strategies
+        for node in self._ray.nodes():
             needs, number = self._needs(node["Resources"]) if node["Alive"] else ({}, 0)
             for index in range(number):
                 place = node["NodeID"], index
                 if place in taken or self._deaths[place] >= _MAX_DEATHS:
                     continue
-                here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-                handle = ray.remote(_Host).options(scheduling_strategy=here, **needs).remote()
-                call = handle.load.remote(self._make, __version__, needs["num_cpus"])
-                self._actors.append(_Actor(handle, place, node["NodeManagerAddress"], call))
+                here = strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+                host = self._ray.remote(_Host).options(scheduling_strategy=here, **needs)
+                handle = host.remote()
+                where = place, node["NodeManagerAddress"], needs["num_cpus"]
+                self._actors.append(_Actor(handle, *where, handle.__ray_ready__.remote()))
         if not self._actors:
-            own = f"{self._cpus} CPUs" if self._cpus else "a free device or core"
-            reason = f"actors die while they load: {self._reason}" if self._reason else ""
-            raise UserError(f"--ray {self._address}: {reason or f'no node has {own}'}")
+            own = f"{self._cpus} CPUs" if self._cpus else "a device or core"
+            reason = f"; the last actor died: {self._reason}" if self._reason else ""
+            raise UserError(f"--ray {self._address}: no usable node has {own}{reason}")
 
     def _needs(self, node: Mapping[str, float]) -> tuple[dict[str, Any], int]:
         """Returns what an actor takes of a node's resources, and the number of actors for it."""
@@ -258,61 +271,70 @@ class Cluster:
 
     def _answered(self) -> list[_Actor]:
         """Waits a moment for an actor whose call has ended."""
-        import ray
-
         calls = {actor.call: actor for actor in self._actors if actor.call is not None}
         if not calls:
             time.sleep(_LOOK_SECONDS)
             return []
-        ended, _ = ray.wait([*calls], num_returns=1, timeout=_LOOK_SECONDS)
+        ended, _ = self._ray.wait([*calls], num_returns=1, timeout=_LOOK_SECONDS)
         return [calls[call] for call in ended]
 
     def _receive(self, actor: _Actor) -> list[Item]:
-        """Returns an actor's results, none if it has only now loaded or has died."""
-        import ray
-        from ray.exceptions import RayError, RayTaskError
-
+        """Returns an actor's results, none if it has only now started or loaded, or has died."""
         call, actor.call = actor.call, None
         try:
-            answer = ray.get(call)
-        except RayTaskError as error:
+            answer = self._ray.get(call)
+        except self._ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, UserError | OSError | MemoryError):
                 raise UserError(f"{actor.address}: {error.cause}") from None
             raise
-        except RayError as error:  # the actor or its node died, or its memory is full
-            self._bury(actor, _reason(error))
+        except self._ray.exceptions.RayError as error:  # the actor or its node died
+            self._bury(actor, error)
             return []
         if actor.slots:
-            results: list[Item] = answer
-            return results
-        problem, actor.slots, about = answer
-        if problem:
+            return list(answer)
+        if not actor.has_started:
+            actor.has_started = True
+            make = self._ray.cloudpickle.dumps(self._make), __version__, actor.cpus
+            carried = {name: value for name, value in os.environ.items() if _CARRIED.match(name)}
+            actor.call = actor.handle.load.remote(*make, os.getcwd(), carried)
+            return []
+        problem, slots, about = answer
+        if not problem and self._about not in (None, about):
+            problem = "the model or its settings differ from other nodes"
+        if not problem:
+            actor.slots, self._about = slots, about
+        elif self._about is not None:  # others have loaded
+            self._deaths[actor.place] = _MAX_DEATHS - 1
+            self._bury(actor, UserError(problem))
+        else:
             raise UserError(f"{actor.address}: {problem}")
-        if self._about not in (None, about):
-            raise UserError(f"{actor.address}: the model or its settings differ from other nodes")
-        self._about = about
         return []
 
-    def _bury(self, actor: _Actor, reason: str) -> None:
-        """Takes the items of an actor that died. One that died twice runs alone the next time."""
-        import ray
-
-        ray.kill(actor.handle)  # it may only be out of reach
+    def _bury(self, actor: _Actor, error: Exception) -> None:
+        """Takes the items of an actor that died. One that died twice runs alone the next time. The
+        place of an actor that died while it loaded is given up after the third time."""
+        self._ray.kill(actor.handle)  # it may only be out of reach
         self._actors.remove(actor)
-        self._reason = f"{actor.address}: {reason}"
-        self._deaths.update([*actor.items] if actor.slots else [actor.place])
+        self._reason = f"{actor.address}: {_reason(error)}"
+        if not actor.slots:
+            self._deaths[actor.place] += 1
+            if self._deaths[actor.place] == _MAX_DEATHS:
+                warnings.warn(f"--ray: not used: {self._reason}", Note, stacklevel=2)
+        elif not re.search("is unavailable|its node has died", str(error)):
+            self._deaths.update([*actor.items])
         for item in actor.items.items():
             again = self._suspects if self._deaths[item[0]] == _MAX_DEATHS - 1 else self._again
             again.append(item)
 
     def _give(self, actor: _Actor) -> None:
-        """Gives an idle actor items."""
+        """Gives an idle actor items. Of the last ones it has at most an even share."""
         given = list[Item]()
         if self._suspects and not actor.items:
-            actor.is_alone, given = True, [self._suspects.popleft()]
-        elif not (actor.is_alone and actor.items):
-            actor.is_alone = False
-            room = actor.slots + -(-actor.slots // _SPARE) - len(actor.items)
+            given = [self._suspects.popleft()]
+        elif all(self._deaths[number] < _MAX_DEATHS - 1 for number in actor.items):
+            sharing = sum(other.has_started for other in self._actors)
+            most = min(actor.slots + -(-actor.slots // _SPARE), max(-(-self._left // sharing), 1))
+            room = max(most - len(actor.items), 0)
             again = (self._again.popleft() for _ in range(len(self._again)))
             given = [*islice(chain(again, self._items), room)]
             self._more &= len(given) == room

@@ -5,6 +5,7 @@ import os
 import sys
 import tempfile
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,13 +55,30 @@ def decode_text(data: bytes, name: str) -> str:
         raise UserError(f"{name}: {'UTF-16, ' * is_wide}not UTF-8 at byte {error.start}") from error
 
 
+def decode_json(text: str, where: str = "", **options: Any) -> Any:
+    """Decodes JSON. UserError, which begins with `where`, if it is invalid or an object repeats a
+    key. `options` are those of `json.loads`."""
+    try:
+        return json.loads(text, **{"object_pairs_hook": _unique, **options})
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, column {error.colno}"
+        problem = f"{error.msg} at {line if error.lineno > 1 else f'character {error.pos}'}"
+    except (ValueError, RecursionError) as error:  # a huge integer, or too deep
+        problem = str(error)
+    raise UserError(f"{where}not valid JSON: {problem}")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"'{Counter(key for key, _ in pairs).most_common(1)[0][0]}' is repeated")
+    return found
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """The object that a JSON file holds; UserError if it cannot be read or holds none."""
     check_regular(path)
-    try:
-        raw = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON: {error}") from error
+    raw = decode_json(read_text(path), f"{path}: ", object_pairs_hook=None)
     if not isinstance(raw, dict):
         raise UserError(f"{path}: must hold a JSON object")
     return raw

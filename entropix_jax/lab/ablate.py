@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from entropix_jax.cli.options import EXIT_OK, File, OptionalCount, Positional, own_mechanisms
+from entropix_jax.cli.options import EXIT_OK, File, OptionalCount, Positional
 from entropix_jax.errors import UserError, check_range, require
 from entropix_jax.lab.command import StudyOptions, run_study, show_output
 
@@ -35,6 +35,7 @@ def run(arguments: Arguments) -> int:
     require("lab", "matplotlib", "pandas", "tabulate")
     from entropix_jax.lab.outputs import recompute
     from entropix_jax.lab.sweep import Calibrate, Sweep, find_sweep, read_sweep
+    from entropix_jax.sampler.presets import import_mechanisms
 
     check_range("--items", arguments.items, 1)
     if None not in (arguments.rows, arguments.against):
@@ -43,7 +44,7 @@ def run(arguments: Arguments) -> int:
     data = arguments.data if arguments.rows is None else arguments.data or "."
 
     def plan(calibrate: Calibrate) -> Sweep:
-        own = own_mechanisms(arguments.plugin)
+        own = import_mechanisms(arguments.plugin)
         sweep = read_sweep(path, calibrate, own, data)
         most = arguments.items
         return sweep if most is None else replace(sweep, items=sweep.items.at_most(most))

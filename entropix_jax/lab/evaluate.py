@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from entropix_jax.cli.options import Count, OptionalCount, own_mechanisms
+from entropix_jax.cli.options import Count, OptionalCount
 from entropix_jax.errors import check_range
 from entropix_jax.lab.command import Names, StudyOptions, run_study
 
@@ -47,6 +47,7 @@ def run(arguments: Arguments) -> int:
     check_range("--tune-items", arguments.tune_items, 1)
     check_range("--max-new-tokens", arguments.max_new_tokens, 1)
     from entropix_jax.lab.sweep import Calibrate, Sweep, make_sweep
+    from entropix_jax.sampler.presets import import_mechanisms
 
     samplers = list(dict.fromkeys(arguments.sampler)) or list(_SAMPLERS)
     tasks = list(dict.fromkeys(arguments.task))
@@ -65,7 +66,7 @@ def run(arguments: Arguments) -> int:
         content["samplers"] = samplers
 
     def plan(calibrate: Calibrate) -> Sweep:
-        own = own_mechanisms(arguments.plugin)
+        own = import_mechanisms(arguments.plugin)
         return make_sweep(content, Path(), calibrate, own, arguments.data)
 
     return run_study(plan, arguments)

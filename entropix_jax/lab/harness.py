@@ -1,5 +1,6 @@
 """`entropix-jax harness`: the lm-evaluation-harness's command with this package's models."""
 
+import argparse
 import sys
 import traceback
 from collections.abc import Sequence
@@ -40,12 +41,10 @@ def run(arguments: Sequence[str]) -> int:
     from entropix_jax.host.compile_cache import use_compilation_cache
 
     use_compilation_cache()
-    given = list(arguments)
-    if "--ray" in given:
-        place = given.index("--ray")
-        address, *_ = [*given[place + 1 :], "-"]
-        EntropixLM.ray = ANY if address.startswith("-") else address
-        del given[place : place + 1 + (address == EntropixLM.ray)]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--ray", nargs="?", const=ANY)
+    own, given = parser.parse_known_args(arguments)
+    EntropixLM.ray = own.ray
     if given[:1] == ["run"]:
         del given[0]
     if given[:1] not in (["ls"], ["validate"]):

@@ -262,6 +262,7 @@ class EntropixLM(TemplateLM):  # type: ignore[misc] # the harness has no types
                     plain,
                     lambda job, found: finish(job, *found),
                     lambda job, why: finish(job, "", why),
+                    len(jobs),
                 )
             return
         engine = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 from entropix_jax.batch.records import Record
@@ -16,17 +17,6 @@ from entropix_jax.lab.trials import Trial, TrialRun, choose_settings, read_phase
 from entropix_jax.model.loading import LanguageModel
 
 Result = Mapping[str, Any]
-
-
-class Collector:
-    """In place of a `Store`, in an actor: has no results, and passes on those that come."""
-
-    def __init__(self, write: Callable[[Record, Result], None]) -> None:
-        self.write = write
-
-    def is_done(self, record: Record) -> bool:
-        """False."""
-        return False
 
 
 class HostedTrials:
@@ -54,7 +44,7 @@ class HostedTrials:
         def finish(record: Record, result: Result) -> None:
             write(given.pop(record.line), result)
 
-        self._run.run(trials(), Collector(finish))
+        self._run.run(trials(), SimpleNamespace(write=finish, is_done=lambda record: False))
 
 
 @dataclass(frozen=True)
@@ -78,7 +68,9 @@ class PhaseCopy:
         phase = read_phase(model, sweep, find_tasks(sweep), self.phase)
         settings = choose_settings(sweep, self.settings)
         run = TrialRun(model, settings, slots=self.slots, capacity=self.capacity)
-        return HostedTrials(run, [*phase.trials(settings)], self.slots), identify(model)
+        # A trial takes as many slots as it has forks, on average.
+        slots = max(self.slots * len(settings) // sum(one.forks for one in settings), 1)
+        return HostedTrials(run, [*phase.trials(settings)], slots), identify(model)
 
 
 def identify(model: LanguageModel) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -23,7 +23,7 @@ import jax
 from entropix_jax.batch.output import Store
 from entropix_jax.batch.records import Record, content_hash
 from entropix_jax.batch.spread import SpreadRun
-from entropix_jax.cli.status import ProgressView
+from entropix_jax.cli.status import ProgressView, show_status
 from entropix_jax.engine.calibrated import CalibratedSampler
 from entropix_jax.errors import UserError
 from entropix_jax.host.cluster import Cluster
@@ -121,13 +121,13 @@ class Study:
         test = read_phase(self._model, sweep, self._tasks, "test")
         named, tuning_rows = [(one.name, one.name) for one in sweep.settings], list[Row]()
         if tuning is None:
-            self._shape((test, len(named)))
+            self._shape((test, sweep.settings))
         else:
             # Tune: run all candidates on the tuning split, and add the best of each sampler.
             phase = read_phase(self._model, sweep, self._tasks, TUNING)
             candidates = list(chain.from_iterable(tuning.candidates.values()))
-            number = len(named) + len(tuning.candidates)
-            self._shape((phase, len(candidates)), (test, number))
+            one_each = (group[0] for group in tuning.candidates.values())
+            self._shape((phase, candidates), (test, [*sweep.settings, *one_each]))
             about = {"split": "tuning", "items": tuning.items.to_json()}
             found = self._run_phase(phase, about, [(one.name, one.name) for one in candidates])
             if found is None:
@@ -152,10 +152,11 @@ class Study:
         self.rows = rows
         return True
 
-    def _shape(self, *phases: tuple[Phase, int]) -> None:
+    def _shape(self, *phases: tuple[Phase, Iterable[Setting]]) -> None:
         """Sets the rows in parallel and their cache capacity, the same for all phases, so that they
-        share compiled programs. Each phase comes with its number of settings."""
-        self._slots = min(self._slots, max(phase.rows * number for phase, number in phases))
+        share compiled programs. Each phase comes with its settings."""
+        rows = (phase.rows * sum(one.forks for one in settings) for phase, settings in phases)
+        self._slots = min(self._slots, max(rows))
         longest = max(phase.longest for phase, _ in phases)
         capacity = -(-longest // _CAPACITY_STEP) * _CAPACITY_STEP
         self._capacity = min(capacity, self._model.config.max_positions)
@@ -198,8 +199,10 @@ class Study:
             store.write(record, result)
 
         self._cluster, run = cluster, SpreadRun(cluster)
+        run.left = number - store.done
         with cluster:
-            there, own = cluster.describe(), identify(self._model)
+            with show_status("starting actors") as status:
+                there, own = cluster.describe(status.show), identify(self._model)
             if there not in (None, own):
                 problem = f"its nodes use another model or precision: {there}, here {own}"
                 raise UserError(f"--ray: {problem}: give --dtype and --precision")

@@ -37,9 +37,11 @@ def load_sampler(name_or_path: str | Path, mechanisms: Iterable[Mechanism] = ())
     return replace(sampler, name=path.stem, description=description, file_values=values)
 
 
-def import_mechanisms(module: str) -> tuple[Mechanism, ...]:
-    """Imports a module, which runs its code, and returns its `MECHANISMS`. UserError if the module
-    is missing, fails, or has no such list."""
+def import_mechanisms(module: str | None) -> tuple[Mechanism, ...]:
+    """Imports a module, which runs its code, and returns its `MECHANISMS`, none without a module.
+    UserError if it is missing, fails, or has no such list."""
+    if module is None:
+        return ()
     try:
         found = getattr(importlib.import_module(module), "MECHANISMS", None)
     except Exception as error:

@@ -18,7 +18,7 @@ from entropix_jax.cli.options import (
     Texts,
     model_name,
 )
-from entropix_jax.cli.status import StatusLine
+from entropix_jax.cli.status import show_status
 from entropix_jax.errors import UserError, check_range, nearest, require
 from entropix_jax.host.interrupts import deferred_interrupts, exit_at_once
 
@@ -100,7 +100,8 @@ def run(arguments: Arguments) -> int:
     for name in arguments.presets:
         if not is_preset(name):
             raise UserError(f"--presets: no preset '{name}'{nearest(name, preset_names())}")
-    sampler = arguments.model.choose_sampler()
+    with show_status("loading JAX"):
+        sampler = arguments.model.choose_sampler()
     place = (arguments.host, arguments.port)
     family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
     try:
@@ -182,15 +183,13 @@ def _serve(
 def _await_programs(programs: "Programs", stops: Callable[[], bool]) -> None:
     """Waits for the programs without which no request can run. UserError if one fails to compile,
     whose reason it has."""
-    status, message = StatusLine(), "compiling programs, which later starts reuse"
-    if not status.enabled:
-        print(f"{message} ...", file=sys.stderr)
-    try:
+    with show_status("compiling programs, which later starts reuse") as status:
+        if not status.enabled:
+            print("compiling programs, which later starts reuse ...", file=sys.stderr)
         while (key := programs.missing()) is not None and not stops():
-            status.show(f"{message}: {key} ...")
+            number = f"{programs.required.index(key) + 1} of {len(programs.required)}"
+            status.show(f"compiling or loading program {number}: {key}")
             programs.wait(key, _STATUS_SECONDS)
-    finally:
-        status.clear()
 
 
 def _load(arguments: Arguments, sampler: "Sampler") -> "ServedModel":

@@ -15,6 +15,7 @@ from pydantic_core import from_json, to_json
 from entropix_jax.engine.search import MAX_FORKS
 from entropix_jax.errors import UserError
 from entropix_jax.host.arguments import as_integer
+from entropix_jax.host.files import decode_json
 from entropix_jax.text.chat_template import plain_messages
 
 MAX_TOP = 20  # alternatives of a token
@@ -273,8 +274,10 @@ def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
     Raises:
         ApiError: it is not JSON, not of this kind, or has a key or value that is not supported.
     """
+    raw = raw.removeprefix(b"\xef\xbb\xbf")
     try:
         values = from_json(raw, allow_inf_nan=False)
+        decode_json(raw.decode(), "the body is ")  # which refuses repeated keys
     except ValueError as error:
         raise ApiError(f"the body is not JSON: {error}") from None
     if not isinstance(values, dict):

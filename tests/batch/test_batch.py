@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import fsspec
 import pytest
@@ -20,6 +21,7 @@ import pytest
 from entropix_jax.batch.output import Store
 from entropix_jax.batch.records import BadRecord, Record, read_records
 from entropix_jax.batch.run import BatchRun, Defaults, file_name
+from entropix_jax.batch.spread import SpreadRun
 from entropix_jax.cli.options import EXIT_OK
 from entropix_jax.errors import UserError
 from entropix_jax.model.checkpoint import fingerprint
@@ -399,17 +401,18 @@ def test_a_killed_run_continues(place: Place, where: str, request: pytest.Fixtur
     assert same(place.read(place.path / "theirs.jsonl"), place.read())
 
 
-@pytest.mark.parametrize("what", ["waiting", "refused", "done"])
+@pytest.mark.parametrize("what", ["waiting", "waiting on Ray", "refused", "done"])
 def test_a_run_stops_between_records(model: LanguageModel, what: str) -> None:
     """A run stops while it waits for a record, and among many records that need no work."""
     own = Defaults(load_sampler("greedy"), max_new_tokens=9, chat=False, ignore_eos=True)
-    run, looks = BatchRun(model, own, slots=2, capacity=64), 0
+    run: BatchRun | SpreadRun = BatchRun(model, own, slots=2, capacity=64)
+    run, looks = SpreadRun(Mock(run=lambda items, *_: [*items])) if "Ray" in what else run, 0
     reading, writing = os.pipe()
     signal.signal(signal.SIGALRM, lambda number, frame: run.stop())
 
     def source() -> Iterator[Record | BadRecord]:
         nonlocal looks
-        if what == "waiting":
+        if "waiting" in what:
             signal.setitimer(signal.ITIMER_REAL, 0.1)
             yield from read_records(f"/dev/fd/{reading}")
         for number in range(10_000):
@@ -422,4 +425,4 @@ def test_a_run_stops_between_records(model: LanguageModel, what: str) -> None:
     run.run(source(), lambda record, result: None, lambda record: what == "done")
     os.close(reading)
     os.close(writing)
-    assert looks == (0 if what == "waiting" else 50)
+    assert looks == (0 if "waiting" in what else 50)

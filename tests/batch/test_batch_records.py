@@ -117,6 +117,7 @@ BAD: list[tuple[str | bytes, str]] = [
     ('{"prompt": "a"} {}', "not valid JSON: Extra data at character 16"),
     ('{"a":' * 100_000, "not valid JSON: maximum recursion depth exceeded"),
     ("9" * 5000, "not valid JSON: Exceeds the limit"),
+    ('{"prompt": "a", "b": {"seed": 1, "seed": 2}}', "not valid JSON: 'seed' is repeated"),
     (b'{"prompt": "caf\xe9"}', "not UTF-8 at byte 15 of the line"),
     (json.dumps("x" * 99), f"not a JSON object: '{'x' * 56}..."),
     ("{}", "neither 'prompt' nor 'messages'"),

@@ -77,7 +77,7 @@ def run(
         failed[item[0]] = problem
 
     with Cluster(partial(make, folder), address=nodes.address) as cluster:
-        assert cluster.describe() == "squares"
+        assert cluster.describe(lambda line: None) == "squares"
         cluster.run(iter(items), write, fail)
     return found, failed
 

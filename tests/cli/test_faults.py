@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -62,20 +61,6 @@ def test_a_killed_run_keeps_the_previous_file(tmp_path: Path) -> None:
         scratch.write_text("after")
     assert link.is_symlink()
     assert output.read_text() == "after"
-
-
-def test_many_writers_at_once(tmp_path: Path) -> None:
-    output = tmp_path / "out"
-
-    def work(number: int) -> None:
-        for _ in range(40):
-            with replacing(output) as scratch:
-                scratch.write_text(str(number) * 1000)
-            assert len(set(output.read_text())) == 1
-
-    with ThreadPoolExecutor() as pool:
-        assert len(list(pool.map(work, range(4)))) == 4
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 # A full disk.

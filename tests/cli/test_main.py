@@ -6,13 +6,11 @@ import json
 import math
 import os
 import re
-import runpy
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -605,33 +603,17 @@ def test_the_installed_command(
         (["generat"], "no command 'generat', did you mean 'generate'? (see entropix-jax --help)"),
     ):
         one_error(run_command(*arguments), message)
+    monkeypatch.setenv("COLUMNS", "60")
     for arguments, status in ((["--help"], 0), ([""], 2), ([], 2)):
         help_text = run_command(*arguments)
         assert help_text.status == status
         assert all(f"  {name} " in help_text.out for name in COMMANDS)
+        assert max(map(len, help_text.out.splitlines())) <= 60
     monkeypatch.setattr(sys, "argv", ["entropix-jax", "--version"])
     before = signal.getsignal(signal.SIGINT)
     assert main() == 0
     assert signal.getsignal(signal.SIGINT) is not before, "Ctrl-C ends the program"
     assert capsys.readouterr().out == f"entropix-jax {entropix_jax.__version__}\n"
-
-
-@pytest.mark.parametrize("module", ["__main__", "main"])
-def test_modules_that_run_as_programs(
-    own_handlers: None,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    module: str,
-) -> None:
-    command = {"__main__": "COMMAND", "main": "generate"}[module]
-    monkeypatch.setattr(sys, "argv", [module, "--help"])
-    # Runs the module again, and restores the imported one afterwards.
-    monkeypatch.setattr(entropix_jax, module, import_module(f"entropix_jax.{module}"))
-    monkeypatch.delitem(sys.modules, f"entropix_jax.{module}")
-    with pytest.raises(SystemExit) as end:
-        runpy.run_module(f"entropix_jax.{module}", run_name="__main__")
-    assert end.value.code == 0
-    assert capsys.readouterr().out.startswith(f"usage: entropix-jax {command} ")
 
 
 # The package as a library.

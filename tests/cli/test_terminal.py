@@ -131,6 +131,7 @@ def test_regimes_differ_with_fewer_colours(terminal: Callable[..., Screen], term
     shown = screen.read()
     assert ESCAPE.sub("", shown) == "x" * len(REGIMES)
     assert len({*ESCAPE.findall(shown)} - {"0"}) == len(REGIMES) - 1
+    assert "37m" not in shown, "white"
 
 
 def test_plain_text_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:

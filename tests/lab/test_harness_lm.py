@@ -353,10 +353,11 @@ def test_the_arguments_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
         ("run -t a", "run --model entropix_jax --batch_size auto -t a"),
         ("-M hf", "run --model entropix_jax --batch_size auto -M hf"),
         ("--config a.yaml", "run --model entropix_jax --config a.yaml"),
-        ("ls tasks", "ls tasks"),
+        ("ls tasks --ray=host:1", "ls tasks"),
         ("", "run"),
     ):
         seen.clear()
         assert main(["harness", *given.split()]) == 0
         assert seen == passed.split()
+        assert EntropixLM.ray == ("host:1" if "--ray" in given else None)
     assert sys.argv == before

@@ -372,7 +372,9 @@ def test_errors_of_invalid_bodies(ask: Ask) -> None:
         return ask("POST", TEXT, content=content, headers={"content-type": kind})
 
     good = json.dumps(COMPLETION).encode()
-    assert post(good).status_code == 200
+    assert post(b"\xef\xbb\xbf" + good).status_code == 200
+    message = refused(post(good[:-1] + b', "seed": 1, "seed": 1}'))["message"]
+    assert message == "the body is not valid JSON: 'seed' is repeated"
     for bad in (b"", b"{", good[:-1], b"[]", b"3", b"\xff", b"[" * 10_000, b'{"n": NaN}'):
         refused(post(bad))
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
