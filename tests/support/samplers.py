@@ -37,6 +37,11 @@ RULES = [m.name for m in MECHANISMS if m.rule is not None]
 PARTS = Parts(MECHANISMS, frozenset(NAMES))
 # Without rules, penalties, phrases and forced texts, a step compiles in half the time.
 FEW = Parts(MECHANISMS, frozenset({*ARMS, "dry"}))
+# The mechanisms of `LITERAL`, `min-p`, `greedy` and `mirostat`. Requests that have them as `others`
+# share one program, whatever their sampler.
+SHARED = frozenset(
+    {"adaptive", "argmax", "backspace", "branch", "inject", "mirostat", "resample", "sample"}
+)
 BATCH = 10  # rows
 LANES = 9  # enough for the widest fork, but not for all forks at once
 CAPACITY = 64  # positions of a row
