@@ -320,6 +320,29 @@ def test_retrieved_texts_are_injected(
         assert again.found == library.found
 
 
+@pytest.mark.parametrize("thought", ["", "ab"])
+@pytest.mark.parametrize("text", ["", "x", "a text that does not fit " * 20])
+def test_retrieve_is_called_once_per_position(
+    model: LanguageModel, text: str, thought: str
+) -> None:
+    """A row that asks at every position ends, for any answers and without limits."""
+    asked: list[str] = []
+
+    def retrieve(said: str) -> str:
+        asked.append(said)
+        return text
+
+    always: dict[str, Any] = {f"regimes.{box}": ["entropy < -1"] for box in BOXES}
+    always |= {"regimes.helv": ["entropy > -1"], "loop.max_period": 0, "inject.thought": thought}
+    sampler = load_sampler(LITERAL).with_values(
+        {**always, "inject.per_row": 10**6, "inject.cooldown": 0}
+    )
+    (row,) = run(model, requests([ids(3)], 20), sampler=sampler, retrieve=retrieve)
+    assert (len(row.tokens), row.finish_reason) == (20, "length")
+    assert 5 <= len(asked) <= 20
+    assert len({*asked}) == len(asked), "once at a position"
+
+
 @pytest.mark.parametrize("kind", ["draw.bans", "draw.bias"])
 def test_texts_with_banned_tokens_are_not_injected(model: LanguageModel, kind: str) -> None:
     """The sampler's own thought replaces the retrieved text. A bias of -100 bans, too."""

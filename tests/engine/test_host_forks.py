@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from entropix_jax.engine.api import Generation
-from entropix_jax.engine.calibrated import calibrate_sampler
 from entropix_jax.engine.loop import Engine
 from entropix_jax.engine.request import Request
 from entropix_jax.engine.results import Event, Row, Rows
@@ -30,14 +29,23 @@ from entropix_jax.model.loading import LanguageModel
 from entropix_jax.model.mesh import param_shardings
 from entropix_jax.names import BOXES
 from entropix_jax.replay import read_trace, replay
-from entropix_jax.replay.model import ModelReader
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.presets import load_sampler
 from tests.support import runs
 from tests.support.meshes import collectives_of, mesh_of_two
 from tests.support.models import tiny_config
-from tests.support.runs import Spec, as_requests, ids_of, is_same, requests, run_rows, set_pace
-from tests.support.samplers import EVERYTHING, LITERAL, params_of
+from tests.support.replays import CachedReader
+from tests.support.runs import (
+    Spec,
+    as_requests,
+    calibrated,
+    ids_of,
+    is_same,
+    requests,
+    run_rows,
+    set_pace,
+)
+from tests.support.samplers import EVERYTHING, LITERAL, SHARED, params_of
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "eager.py"
 SLOTS, CAPACITY = 4, 512  # as in `test_engine`
@@ -51,7 +59,7 @@ def request_of(
     model: LanguageModel, row_id: str, sampler: str = "full", budget: int = 40, **options: Any
 ) -> Request:
     prompt = model.tokenizer.encode(PROMPTS[len(row_id) % len(PROMPTS)], add_bos=True)
-    options = {"ignore_eos": True, **options}
+    options = {"ignore_eos": True, "others": SHARED, **options}
     return requests(model, [Spec(prompt, row_id, budget)], SAMPLERS[sampler], **options)[0]
 
 
@@ -75,7 +83,7 @@ def fresh_rows(
     model: LanguageModel, rows: Sequence[tuple[Request, Sequence[TokenRecord], int]]
 ) -> Any:
     """Runs rows that continue from given tokens, after a number of rewinds, without any moves. A
-    row that branches comes first, so that all runs use one program."""
+    row that branches comes first, so that all runs have lanes and thus share programs."""
     taken = [
         Row(replace(request, prefix=[(token, False) for token in tokens]), rewinds=rewinds)
         for request, tokens, rewinds in rows
@@ -142,7 +150,8 @@ def test_a_row_continues_from_any_of_its_tokens(tiny: LanguageModel, whole: list
     assert len(joined) > 3
     assert sum(row.retracted for row in whole) > 10
     chosen = [(row, n) for row in whole for n in counts_between_actions(row)]
-    assert len(chosen) > 100
+    chosen = chosen[::2]
+    assert len(chosen) > 50
     taken = fresh_rows(tiny, [(row.request, row.tokens[:n], 0) for row, n in chosen])
     for (row, _), again in zip(chosen, taken, strict=True):
         check_same(again, row)
@@ -191,7 +200,7 @@ def test_a_fork_may_have_another_budget(tiny: LanguageModel) -> None:
             with pytest.raises(UserError, match="no budget left"):
                 engine.fork(row, 1, position=row.tokens[4].position, max_new_tokens=4)
 
-    drive(tiny, [row], look)
+    drive(tiny, [request_of(tiny, "first", budget=1), row], look)
     (fork,) = forks
     assert (len(row.tokens), len(fork.tokens), fork.finish_reason) == (6, 15, "length")
     (other,) = fresh_rows(tiny, [(fork.request, row.tokens, 0)])
@@ -221,7 +230,7 @@ def test_moved_rows_hold_back_text_again(tiny: LanguageModel) -> None:
             engine.rewind(row, row.tokens[19].position)
             assert row.text == end[:start]
 
-    drive(tiny, [row, request_of(tiny, "y")], look)
+    drive(tiny, [request_of(tiny, "y"), row], look)
     for one in (row, *forks):
         text = tiny.tokenizer.stream(after=row.request.prompt).run(ids_of(one))
         assert one.text == text.partition(stop)[0]
@@ -269,7 +278,7 @@ def test_the_example_forks_at_high_entropy(tiny: LanguageModel) -> None:
 
 def test_invalid_moves_are_rejected(tiny: LanguageModel) -> None:
     row, other = Row(request_of(tiny, "x", budget=12)), Row(request_of(tiny, "y"))
-    engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY)
+    engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=Recording(top=2))
     for call in (
         lambda: engine.fork(row, 1),
         lambda: engine.rewind(row, 9),
@@ -346,7 +355,8 @@ def test_rows_move_between_devices(tiny: LanguageModel) -> None:
         if row.number == 0 and row.finish_reason is not None and not row.rewinds:
             engine.rewind(row, row.tokens[10].position)
 
-    rows = drive(model, [request_of(tiny, "x", budget=24)], look)
+    request = request_of(tiny, "x", "min-p", budget=24, others=frozenset())
+    rows = drive(model, [request], look)
     again = fresh_rows(tiny, [(fork.request, fork.tokens[:8], 0) for fork in forks])
     for fork, other in zip(forks, again, strict=True):
         check_same(fork, other)
@@ -372,18 +382,20 @@ def test_devices_exchange_one_row_of_the_cache(monkeypatch: pytest.MonkeyPatch) 
 # Lanes
 
 
-def forking(model: LanguageModel, row_id: str, width: int = 4) -> Request:
-    """Returns a request of a row that branches in every step."""
+def forking(model: LanguageModel, row_id: str, width: int = 3) -> Request:
+    """Returns a request of a row that branches in every step. A fork of the default width, which is
+    that of `full`, takes all lanes."""
     values: dict[str, Any] = {f"regimes.{box}": ["entropy < -1"] for box in BOXES}
     values |= {"arms.mid": "branch", "branch.width": width, "branch.depth": 3}
     values |= {"branch.min_p": 0.0, "branch.top_p": 1.0, "branch.max_share": 1e6}
     values |= {"loop.max_period": 0}
-    sampler = calibrate_sampler(load_sampler(LITERAL).with_values(values), model)
+    sampler = calibrated(model, load_sampler(LITERAL).with_values(values))
+    sampler = replace(sampler, others=SHARED)
     return replace(request_of(model, row_id, budget=12), sampler=sampler)
 
 
-def check_against_fresh_row(model: LanguageModel, row: Row, width: int = 4) -> None:
-    engine = Engine(model, slots=2, capacity=CAPACITY, recording=RECORDING)
+def check_against_fresh_row(model: LanguageModel, row: Row, width: int = 3) -> None:
+    engine = Engine(model, slots=SLOTS, capacity=CAPACITY, recording=RECORDING)
     (other,) = run_rows(engine, [row.request])
     check_same(row, other)
     assert {len(token.branches) for token in row.tokens if token.branches} == {width}
@@ -399,7 +411,7 @@ def test_a_later_row_can_need_more_lanes(tiny: LanguageModel) -> None:
             yield None
         yield wide
 
-    engine = Engine(tiny, slots=2, capacity=CAPACITY, recording=RECORDING)
+    engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=RECORDING)
     list(engine.run(as_requests(engine, source())))
     check_against_fresh_row(tiny, narrow, width=2)
     check_against_fresh_row(tiny, wide)
@@ -410,10 +422,10 @@ def test_a_row_that_is_ended_frees_its_lanes(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch, chunks: int
 ) -> None:
     """Ends it while it waits for lanes, and amid its branches. The second row, which waits for the
-    same lanes, and the third one, which replaces the first, equal fresh rows."""
+    same lanes, and the last one, which replaces the first, equal fresh rows."""
     set_pace(monkeypatch, 1)
-    rows = [Row(forking(tiny, name), number=i) for i, name in enumerate(("x", "y", "z"))]
-    engine = Engine(tiny, slots=2, capacity=CAPACITY, recording=RECORDING)
+    rows = [Row(forking(tiny, str(i)), number=i) for i in range(SLOTS + 1)]
+    engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=RECORDING)
     asked = 0
 
     def between() -> None:
@@ -426,7 +438,7 @@ def test_a_row_that_is_ended_frees_its_lanes(
     assert rows[0].finish_reason == "cancelled"
     assert len(rows[0].tokens) <= 3
     check_against_fresh_row(tiny, rows[1])
-    check_against_fresh_row(tiny, rows[2])
+    check_against_fresh_row(tiny, rows[-1])
 
 
 def test_a_row_rewound_after_its_end_reads_what_it_kept(tiny: LanguageModel) -> None:
@@ -460,13 +472,13 @@ def test_tokens_that_a_person_chose_are_marked(tiny: LanguageModel) -> None:
 
 
 def test_a_fork_takes_no_number_of_a_later_sample(tiny: LanguageModel) -> None:
-    engine = Engine(tiny, slots=1, capacity=CAPACITY, recording=RECORDING)
-    wanted = [request_of(tiny, "x" * i, budget=3) for i in range(3)]
+    engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=RECORDING)
+    wanted = [request_of(tiny, "x" * i, budget=3) for i in range(SLOTS + 3)]  # two arrive later
     run = Generation(tiny, wanted, engine=engine)
     forks: list[Row] = []
     for event in run:
         forks = forks or engine.fork(event.row, 2)
-    assert [row.number for row in (*run.rows, *forks)] == [0, 1, 2, 3, 4]
+    assert [row.number for row in (*run.rows, *forks)] == [*range(SLOTS + 5)]
 
 
 # Random schedules
@@ -564,15 +576,15 @@ def run_schedules(model: LanguageModel, schedules: Sequence[Schedule]) -> list[l
 def test_random_schedules(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The rows of 100 schedules agree with plain bookkeeping, and from their last moves on with
+    """The rows of 40 schedules agree with plain bookkeeping, and from their last moves on with
     fresh rows. A fifth of them is replayed, too."""
     families: list[list[Row]] = []
-    schedules = [Schedule(tiny, seed) for seed in range(100)]
+    schedules = [Schedule(tiny, seed) for seed in range(40)]
     for i, pace in enumerate((1, 3, 8, 32)):
         set_pace(monkeypatch, pace)
         families += run_schedules(tiny, schedules[i::4])
-    assert sum(schedule.moves for schedule in schedules) > 300
-    reader, path, altered = ModelReader(tiny, CAPACITY), tmp_path / "run.jsonl", Counter[bool]()
+    assert sum(schedule.moves for schedule in schedules) > 120
+    reader, path, altered = CachedReader(tiny, CAPACITY), tmp_path / "run.jsonl", Counter[bool]()
     for rows in families[::5]:
         request = rows[0].request
         about = header(tiny, request.sampler, request.prompt, seed=request.seed)

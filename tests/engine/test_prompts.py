@@ -21,7 +21,7 @@ from entropix_jax.engine.state import DecodeState, Recording
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.runs import Spec, ids_of, is_same, prefills, requests, set_pace
-from tests.support.samplers import LITERAL
+from tests.support.samplers import LITERAL, SHARED
 
 CAPACITY = 1024
 # Two shards, so that the index of a slot differs from the index of its row in the state.
@@ -180,7 +180,7 @@ def engine_of(model: LanguageModel, slots: int = 1) -> Engine:
 def request_of(
     model: LanguageModel, prompt: Sequence[int], budget: int = 12, **options: Any
 ) -> Request:
-    options = {"sampler": "min-p", "ignore_eos": True, **options}
+    options = {"sampler": "min-p", "ignore_eos": True, "others": SHARED, **options}
     return requests(model, [Spec(prompt, "0", budget)], **options)[0]
 
 

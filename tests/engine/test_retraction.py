@@ -92,21 +92,6 @@ def test_emitted_text_is_final(model: LanguageModel, whole: Run) -> None:
     ]
 
 
-def test_a_retracted_token_completes_no_stop_string(model: LanguageModel, whole: Run) -> None:
-    """Stop strings that only retracted tokens would complete do not end the row."""
-    gone = [token for group in whole.groups for token in group]
-    stops = [
-        certain_text(model, text[:-1])[-4:] + text[-1].text
-        for text in whole.texts
-        if text[-1:] and text[-1] in gone
-    ]
-    stops = [stop for stop in stops if stop not in whole.row.text]
-    assert len(stops) > 10
-    row = run_of(model, stop=stops).row
-    assert row.tokens == whole.row.tokens
-    assert (row.text, row.finish_reason) == (whole.row.text, "length")
-
-
 def test_an_interrupt_keeps_held_back_tokens(model: LanguageModel) -> None:
     """After any event, tokens that later steps might have retracted end the text of their row."""
     specs = [Spec(PROMPT, str(i), TOKENS) for i in range(3)]

@@ -27,7 +27,7 @@ from tests.support.runs import Spec, requests, run_rows
 
 SLOTS, CAPACITY, TOKENS, FORKS = 8, 128, 20, 4
 VOCAB = 1249
-PROMPTS = {"dts": 50, "dts-greedy": 20, "eager": 50}  # 10 for the other methods
+PROMPTS = {"dts": 20, "dts-greedy": 10, "eager": 20}
 PUBLISHED = {"dts": "dts", "dts-greedy": "dts", "eager": "eager"}  # presets
 OTHERS = {"dts": 2, "dts-greedy": 2, "eager": 1}
 
@@ -143,7 +143,7 @@ class Reference:
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_search_equals_the_reference(tiny: LanguageModel, name: str) -> None:
     method, forks = find_method(name), FORKS
-    wanted = questions(tiny, PROMPTS.get(name, 10), PUBLISHED.get(name, "min-p"))
+    wanted = questions(tiny, PROMPTS[name], PUBLISHED[name])
     recording = recording_for(method, forks)
     engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=recording)
     searches = [method.search(request, forks) for request in wanted]
@@ -184,7 +184,7 @@ def test_a_search_equals_the_reference(tiny: LanguageModel, name: str) -> None:
 def test_matched_forks(tiny: LanguageModel, name: str, preset: str) -> None:
     """Matched forks equal the method's own in number at each depth, and in the probabilities of
     forced tokens, but at other positions. An end token is never replaced."""
-    wanted, same = questions(tiny, 30, preset), 0
+    wanted, same = questions(tiny, 20, preset), 0
     outcomes = {}
     for method in (find_method(preset), find_method(name, WITH_CONTROLS)):
         recording = recording_for(method, FORKS)

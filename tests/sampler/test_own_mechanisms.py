@@ -15,12 +15,14 @@ import pytest
 
 import entropix_jax
 from entropix_jax.__main__ import main
+from entropix_jax.engine.api import Generation
 from entropix_jax.engine.calibrated import calibrate_sampler
 from entropix_jax.engine.decode import decode
 from entropix_jax.engine.loop import Engine
 from entropix_jax.engine.request import Request
+from entropix_jax.engine.results import Rows
 from entropix_jax.engine.slots import fresh_tally
-from entropix_jax.engine.state import ENDED_BY, Recording
+from entropix_jax.engine.state import Recording
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.names import BOXES
@@ -30,8 +32,7 @@ from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.presets import code_identity, load_sampler
 from entropix_jax.sampler.sampler import Sampler
-from entropix_jax.sampler.settings import Parts
-from tests.support.samplers import HOST, LITERAL, Job, Line, generate, tiny_model
+from tests.support.samplers import LITERAL
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 MIROSTAT_2 = runpy.run_path(str(EXAMPLES / "mirostat_2.py"))["MIROSTAT_2"]
@@ -233,7 +234,6 @@ def run_once(model: LanguageModel, sampler: Sampler) -> None:
 
 # The example of docs/adding-an-arm.md, and a mechanism that ends the row
 
-MODEL = tiny_model()
 # Every step is HEHV, and nothing loops.
 LOST = {f"regimes.{box}": ["entropy < -1"] for box in BOXES} | {
     "regimes.hehv": ["entropy > -1"],
@@ -251,61 +251,51 @@ SAMPLER = (
             control=lambda ctx, token: end(),
         )
     )
-    .with_values({**LOST, "arms.hehv": "change_course", "change_course.words": "abc"})
+    .with_values({**LOST, "arms.hehv": "change_course", "change_course.words": " is"})
 )
 
 
-def job_of(row_id: str = "0", **changes: Any) -> Job:
-    values = {key.replace("__", "."): value for key, value in changes.items()}
-    settings = SAMPLER.with_values(values).settings(**HOST)
-    return Job([5, 6, 7], settings, budget=12, row_id=row_id)
-
-
-def generate_own(jobs: list[Job]) -> list[list[Line]]:
-    names = frozenset(mechanism.name for mechanism in SAMPLER.mechanisms)
-    return generate(MODEL, jobs, parts=Parts(SAMPLER.mechanisms, names))
-
-
-JOBS = [
-    job_of(),
-    job_of("1", change_course__patience=1),
-    job_of("2", change_course__patience=5, change_course__words="xy"),
-    job_of("3", arms__hehv="give_up"),
+# Rows whose text starts after different numbers of tokens, and one that ends.
+CHANGES: list[dict[str, Any]] = [
+    {},
+    {"change_course.patience": 1},
+    {"change_course.patience": 5, "change_course.words": " and then"},
+    {"arms.hehv": "give_up"},
 ]
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[list[Any]]:
-    return generate_own(JOBS)
+def rows(tiny: LanguageModel) -> Rows:
+    prompt = tiny.tokenizer.encode("Tom", add_bos=True)
+    requests = [
+        Request(prompt, calibrate_sampler(SAMPLER.with_values(one), tiny), 12, row_id=str(number))
+        for number, one in enumerate(CHANGES)
+    ]
+    return Generation(tiny, requests, recording=Recording(top=1)).run()
 
 
-def test_a_text_after_so_many_lost_tokens(rows: list[list[Any]]) -> None:
-    told = ["".join(step.action[0] for step in steps) for steps in rows[:3]]
-    assert told == ["rrrcccrrrccc", "rcccrcccrccc", "rrrrrccrrrrr"]  # `resample`, `change_course`
-    for steps, words in zip(rows, ("abc", "abc", "xy"), strict=False):
-        written = [step.token for step in steps if step.action == "change_course"]
-        assert written == [*words.encode()] * (len(written) // len(words))
+def test_a_text_after_so_many_lost_tokens(tiny: LanguageModel, rows: Rows) -> None:
+    for row, patience, words in zip(rows, (3, 1, 5), (" is", " is", " and then"), strict=False):
+        ids = tiny.tokenizer.encode_within(words)
+        expected = (["resample"] * patience + ["change_course"] * len(ids)) * 12
+        assert [token.action for token in row.tokens] == expected[:12]
+        written = [token.token_id for token in row.tokens if token.action == "change_course"]
+        assert written == ([*ids] * 12)[: len(written)]
 
 
-def test_a_mechanism_may_end_its_row(rows: list[list[Any]]) -> None:
+def test_a_mechanism_may_end_its_row(rows: Rows) -> None:
     """It ends with the token of the step that acts. The other rows continue."""
-    (step,) = rows[3]
-    give_up = [mechanism.name for mechanism in SAMPLER.mechanisms].index("give_up")
-    assert (step.action, step.position, step.status) == ("give_up", 3, ENDED_BY + give_up)
-    greedy = job_of(arms__hehv="argmax")
-    assert step.token == generate_own([greedy])[0][0].token
-    assert [len(steps) for steps in rows[:3]] == [12, 12, 12]
+    (token,) = rows[3].tokens
+    assert (token.action, rows[3].finish_reason) == ("give_up", "give_up")
+    assert token.top is not None
+    assert token.token_id == token.top[0][0]
+    assert [len(row.tokens) for row in rows[:3]] == [12, 12, 12]
 
 
-def test_as_a_user_sees_it(tiny: LanguageModel, tmp_path: Path) -> None:
+def test_as_a_user_sees_it(rows: Rows, tmp_path: Path) -> None:
     """Its action has its name in results, traces and pages."""
-    sampler: Sampler = SAMPLER.with_values({"change_course.words": " is"})
-    rows = entropix_jax.generate(tiny, "Tom", sampler, max_new_tokens=8, ignore_eos=True)
     counts = rows[0].to_json()["actions"]
     assert [*counts] == ["resample", "change_course"]
-    assert counts["resample"] + counts["change_course"] == 8
-    written = [token.token_id for token in rows[0].tokens if token.action == "change_course"]
-    ids = tiny.tokenizer.encode_within(" is")
-    assert written == [*ids] * (len(written) // len(ids))
+    assert counts["resample"] + counts["change_course"] == 12
     rows.save_report(tmp_path / "run.html")
     assert "change_course" in (tmp_path / "run.html").read_text()

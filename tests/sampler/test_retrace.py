@@ -37,7 +37,7 @@ def programs(*functions: Any) -> list[int]:
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> list[int]:
     """Two programs for the step, without and with lanes, and one for the prompt."""
-    generate(MODEL, [BASE], rows=1)
+    generate(MODEL, [BASE])
     assert programs() == [2, 1]
     return programs()
 
@@ -56,9 +56,9 @@ def test_other_rows_need_no_other_program(compiled: list[int]) -> None:
         replace(BASE, sampler=params_of("temperature", {"base.temperature": 9.0})),
         replace(BASE, seed=99, row_id="a longer name", prompt=[1] * 20, budget=3),
     ):
-        generate(MODEL, [job], chunks=(3, 1, 8), eos_ids=(17, 4), rows=1)
+        generate(MODEL, [job], chunks=(3, 1, 8), eos_ids=(17, 4))
         assert programs() == compiled
-    start(*MODEL, [BASE], capacity=32)
+    start(*MODEL, [BASE], capacity=32)  # of one row
     assert programs() == [compiled[0], compiled[1] + 1]
 
 

@@ -33,14 +33,12 @@ from tests.support.samplers import (
     fresh_state,
     params_of,
     proposal_of,
-    tiny_model,
     used_of,
     with_state,
 )
 from tests.support.steps import choose_jit, logits_for, rows_of
 
 ROWS, VOCAB, CAPACITY = 2000, 24, 100
-MODEL = tiny_model()
 
 
 # Rows
@@ -296,7 +294,6 @@ def test_only_used_transforms_are_compiled() -> None:
 # Biases
 
 TEXT = (1, 2, 3, 4)
-Pairs = Sequence[Sequence[float]]
 
 
 def modified(logits: Any, floored: Any, **values: Any) -> list[float]:

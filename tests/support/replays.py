@@ -26,6 +26,7 @@ from entropix_jax.replay.model import ModelReader
 from entropix_jax.replay.state import Reading
 from entropix_jax.sampler.files import preset_names
 from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.state import MAX_ATTEMPTS
 from tests.support.samplers import EVERYTHING
 
 Json = dict[str, Any]
@@ -41,6 +42,14 @@ FAR_BACK = (
     | {"backspace.reach": 8, "backspace.max_prob": 1.0, "backspace.per_position": 8}
     | {"branch.rollout_temperature": 1.5, "branch.noise": 1.0, "branch.processed": True}
     | {"branch.min_p": 0.02, "xtc.probability": 0.5, "base.top_p": 0.9}
+)
+
+# One arm in every regime, loops included, with budgets that no row reaches.
+ENDLESS = (
+    ALL
+    | {"inject.per_row": 10**6, "inject.cooldown": 0, "branch.per_row": 10**6}
+    | {"backspace.per_row": 10**6, "backspace.per_position": MAX_ATTEMPTS}
+    | {"backspace.max_prob": 1.0, "backspace.reach": 1, "loop.max_period": 4, "loop.repeats": 2}
 )
 
 
@@ -120,6 +129,10 @@ SPECIAL: Mapping[str, Case] = {
     "unsure-last": Case(
         "temperature", HOT | {"confidence.threshold": 100.0, "confidence.window": 5}, budget=5
     ),
+    **{
+        f"endless-{arm}": Case("entropix", ENDLESS | {f"arms.{served}": arm for served in SERVED})
+        for arm in ("inject", "branch", "backspace")
+    },
     **{f"far-back-{n}": Case("entropix", FAR_BACK, budget=n) for n in range(1, 9)},
     # Rows that are rarely in doubt, so that they go back far.
     **{

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -44,9 +45,11 @@ def requests(
     stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
     turn_end: bool = False,
+    others: frozenset[str] = frozenset(),
     **options: Any,
 ) -> list[Request]:
-    fitted = calibrated(model, sampler)
+    """Returns requests with the same sampler, whose step has the mechanisms `others`, too."""
+    fitted = replace(calibrated(model, sampler), others=others)
     return [
         Request(
             spec.prompt,

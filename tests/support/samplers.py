@@ -1,6 +1,7 @@
 """Shared helpers of sampler tests: settings, metrics, proposals, and a tiny random model."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,11 @@ RULES = [m.name for m in MECHANISMS if m.rule is not None]
 PARTS = Parts(MECHANISMS, frozenset(NAMES))
 # Without rules, penalties, phrases and forced texts, a step compiles in half the time.
 FEW = Parts(MECHANISMS, frozenset({*ARMS, "dry"}))
+# The mechanisms of `LITERAL`, `min-p`, `greedy` and `mirostat`. Requests that have them as `others`
+# share one program, whatever their sampler.
+SHARED = frozenset(
+    {"adaptive", "argmax", "backspace", "branch", "inject", "mirostat", "resample", "sample"}
+)
 BATCH = 10  # rows
 LANES = 9  # enough for the widest fork, but not for all forks at once
 CAPACITY = 64  # positions of a row
@@ -278,11 +284,8 @@ class Job:
 class Line:
     """The result of one step for one row."""
 
-    action: str
-    regime: str
     tokens: list[int]  # one token, or those of a branch
     position: int
-    forwards: int
     status: int
     waited: int  # steps that a fork waited for lanes
     exact: tuple[Any, ...]  # values that must be equal wherever the row runs
@@ -304,7 +307,6 @@ def start(
     jobs: Sequence[Job],
     capacity: int,
     eos_ids: Sequence[int] = (-1, -1),
-    parts: Parts = PARTS,
 ) -> DecodeState:
     """Returns the state of a batch whose prompts are cached, except for their last tokens."""
     state = uncached(
@@ -314,7 +316,6 @@ def start(
         np.stack([row_key(job.seed, job.row_id) for job in jobs]),
         batch_of(*(job.sampler for job in jobs)),
         np.asarray(eos_ids, np.int32),
-        mechanisms=parts.mechanisms,
         capacity=capacity,
         lanes=LANES,
     )
@@ -323,73 +324,45 @@ def start(
     return prefill(params, state, tokens, count, config=config, window=capacity)
 
 
-def advance(
-    params: Params, state: DecodeState, steps: int, *, parts: Parts = PARTS, **static: Any
-) -> Iterator[tuple[DecodeState, StepRecord]]:
-    """Runs `steps` steps, or fewer if all rows end, in the programs without and with lanes. Yields
-    the state, and the records on the host, of each call."""
-    program = Program(parts, state.cache.capacity)
-    forked, idle = False, 0
-    while steps > 0 and idle < 2:
-        state, records, forked = decode(
-            params,
-            state,
-            jnp.int32(min(steps, 32)),
-            max_steps=32,
-            program=replace(program, lanes=bool(forked)),
-            **static,
-        )
-        records = jax.device_get(records)
-        done = int(np.any(records.live | records.joined.joins, axis=1).sum())
-        steps, idle = steps - done, 0 if done else idle + 1
-        yield state, records
-
-
 def generate(
     model: tuple[ModelConfig, Params],
     jobs: Sequence[Job],
     *,
     eos_ids: Sequence[int] = (-1, -1),
-    chunks: Iterable[int] = (32,) * 99,
-    rows: int = BATCH,
-    parts: Parts = PARTS,
-    look: Callable[[DecodeState], None] = lambda state: None,
+    chunks: Iterable[int] = (),
 ) -> list[list[Line]]:
-    """Runs rows to their ends in `chunks` of steps, and calls `look` after each call. Other rows
-    fill the batch up to `rows`, so that all tests share one shape and one program."""
+    """Runs rows to their ends in `chunks` of steps, the last ones of 32, in the programs without
+    and with lanes. Other rows fill the batch, so that all tests share one shape and two programs.
+    """
     config, params = model
     number = len(jobs)
-    jobs = [*jobs, *[replace(jobs[0], budget=1)] * (rows - number)]
-    state = start(config, params, jobs, CAPACITY, eos_ids, parts)
-    told = Recorder(rows, [mechanism.name for mechanism in parts.mechanisms])
-    look(state)
-    for chunk in chunks:
-        for following, records in advance(params, state, chunk, config=config, parts=parts):
-            state = following
-            look(state)
-            told.add(records)
-        if not np.any(np.isin(state.status, (RUNNING, FORKS, BRANCH_ENDED))):
-            break
-    return told.lines[:number]
+    jobs = [*jobs, *[replace(jobs[0], budget=1)] * (BATCH - number)]
+    state = start(config, params, jobs, CAPACITY, eos_ids)
+    recorder, program, forked = Recorder(BATCH), Program(FEW, CAPACITY), False
+    steps = itertools.chain(chunks, itertools.repeat(32))
+    while np.any(np.isin(state.status, (RUNNING, FORKS, BRANCH_ENDED))):
+        state, records, forked = decode(
+            params,
+            state,
+            jnp.int32(next(steps)),
+            config=config,
+            max_steps=32,
+            program=replace(program, lanes=bool(forked)),
+        )
+        recorder.add(jax.device_get(records))
+    return recorder.lines[:number]
 
 
 class Recorder:
     """A collector of records, as a line for each token or fork of each row."""
 
-    def __init__(self, rows: int, actions: Sequence[str] = NAMES) -> None:
+    def __init__(self, rows: int) -> None:
         self.lines: list[list[Line]] = [[] for _ in range(rows)]
-        self.actions = actions
         self._steps = 0
         self._forked: dict[int, int] = {}  # the step in which each row was forked
         self._waited: dict[int, int] = {}
         self._paths: dict[int, list[list[StepRecord]]] = {}  # each token's record
         self._forced: dict[int, Line] = {}  # forks whose first token is forced
-
-    def begin(self, row: int) -> None:
-        """Replaces a row by a new one."""
-        self.lines[row] = []
-        for open_ in (self._forked, self._waited, self._paths, self._forced):
-            open_.pop(row, None)
 
     def add(self, records: StepRecord) -> None:
         """Adds the records of a call."""
@@ -398,9 +371,8 @@ class Recorder:
         for step in range(records.live.shape[0]):
             self._steps += 1
             for row in lanes_first:
-                one = jax.tree.map(lambda x, at=(step, row): x[at], records)
-                if one.live or one.joined.joins:
-                    self._add(one)
+                if records.live[step, row] or records.joined.joins[step, row]:
+                    self._add(jax.tree.map(lambda x, at=(step, row): x[at], records))
 
     def _add(self, record: StepRecord) -> None:
         row = int(record.parent)
@@ -423,9 +395,7 @@ class Recorder:
             line = self._line([record], record)
             fork = self._forced.pop(row, None)
             if fork is not None:
-                line = replace(
-                    fork, forwards=line.forwards, status=line.status, exact=(fork.exact, line.exact)
-                )
+                line = replace(fork, status=line.status, exact=(fork.exact, line.exact))
             self.lines[row].append(line)
 
     def _join(self, row: int, record: StepRecord) -> None:
@@ -453,20 +423,16 @@ class Recorder:
     def _line(self, taken: Sequence[StepRecord], after: StepRecord) -> Line:
         first = taken[0]
         choice, seen = first.choice, first.choice.observation
-        action = self.actions[int(choice.proposal.action)]
         tokens = [int(one.choice.token) for one in taken]
         regimes = [int(one.choice.observation.regime) for one in taken]
         floats = [x for one in taken for x in jax.tree.leaves(one.choice) if x.dtype == np.float32]
         return Line(
-            action=action,
-            regime=REGIMES[seen.regime],
             tokens=tokens,
             position=int(first.position),
-            forwards=int(after.forwards),
             status=int(after.status),
             waited=0,
             exact=(
-                action,
+                int(choice.proposal.action),
                 regimes,
                 tokens,
                 int(first.position),
