@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import os
-import pickle
 import queue
 import re
 import signal
@@ -63,14 +62,16 @@ class _Host:
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
+    def version(self) -> str:
+        """Returns the version of the package. Another one may fail to read the arguments of
+        `load`."""
+        return __version__
+
     def load(
-        self, make: bytes, version: str, cpus: int, folder: str, variables: Mapping[str, str]
+        self, make: Make, cpus: int, folder: str, variables: Mapping[str, str]
     ) -> tuple[str, int, Any]:
-        """Makes the work, in the driver's working directory and with its variables. `make` is
-        pickled, as another version may fail to unpickle it. Returns an error or "", the number of
-        slots, and the description."""
-        if version != __version__:
-            return f"has entropix-jax {__version__}, not {version}: install the same", 0, None
+        """Makes the work, in the driver's working directory and with its variables. Returns an
+        error or "", the number of slots, and the description."""
         if cpus:
             os.environ["NPROC"] = str(cpus)  # for XLA, which else takes all cores
         gc.set_threshold(GC_THRESHOLD)
@@ -78,7 +79,7 @@ class _Host:
         with suppress(OSError):  # absolute paths are valid without it, too
             os.chdir(folder)
         try:
-            work, about = pickle.loads(make)()
+            work, about = make()
         except (UserError, OSError, ImportError) as error:
             lacks = "" if os.path.isdir(folder) else f" (there is no folder {folder} either)"
             return f"{error}{lacks}", 0, None
@@ -253,7 +254,7 @@ class Cluster:
                 host = self._ray.remote(_Host).options(scheduling_strategy=here, **needs)
                 handle = host.remote()
                 where = place, node["NodeManagerAddress"], needs["num_cpus"]
-                self._actors.append(_Actor(handle, *where, handle.__ray_ready__.remote()))
+                self._actors.append(_Actor(handle, *where, handle.version.remote()))
         if not self._actors:
             own = f"{self._cpus} CPUs" if self._cpus else "a device or core"
             reason = f"; the last actor died: {self._reason}" if self._reason else ""
@@ -294,10 +295,12 @@ class Cluster:
             return list(answer)
         if not actor.has_started:
             actor.has_started = True
-            make = self._ray.cloudpickle.dumps(self._make), __version__, actor.cpus
             carried = {name: value for name, value in os.environ.items() if _CARRIED.match(name)}
-            actor.call = actor.handle.load.remote(*make, os.getcwd(), carried)
-            return []
+            if answer == __version__:
+                own = self._make, actor.cpus
+                actor.call = actor.handle.load.remote(*own, os.getcwd(), carried)
+                return []
+            answer = f"has entropix-jax {answer}, not {__version__}: install the same", 0, None
         problem, slots, about = answer
         if not problem and self._about not in (None, about):
             problem = "the model or its settings differ from other nodes"

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 
 from entropix_jax.errors import Note, UserError
-from entropix_jax.host.cluster import Cluster, _Actor, _Host
+from entropix_jax.host.cluster import Cluster, _Actor
 from entropix_jax.version import __version__
 
 exceptions = pytest.importorskip("ray.exceptions", reason="needs the extra ray")
@@ -42,13 +42,14 @@ def test_deaths_of_nodes_do_not_count() -> None:
 
 def test_a_node_with_another_version() -> None:
     """It is an error at the start, and a note where other nodes run."""
-    answer = _Host().load(b"not a pickle", "0.0", 0, "", {})
-    told = f"old: has entropix-jax {__version__}, not 0.0: install the same"
+    told = f"old: has entropix-jax 0.0, not {__version__}: install the same"
     cluster, (actor,) = cluster_of("old", slots=0)
-    cluster._ray.get.return_value = answer
+    actor.has_started = False
+    cluster._ray.get.return_value = "0.0"
     with pytest.raises(UserError, match=f"^{told}$"):
         cluster._receive(actor)
-    cluster._about = "the model"
+    actor.handle.load.remote.assert_not_called()
+    actor.has_started, cluster._about = False, "the model"
     with pytest.warns(Note, match=f"not used: {told}"):
         cluster._receive(actor)
     assert cluster._actors == []
