@@ -30,6 +30,11 @@ class KVCache:
     length: jax.Array  # int32 [B], the valid positions of each row
     activations: jnp.dtype = struct.field(pytree_node=False)  # dtype of the hidden states
 
+    @property
+    def capacity(self) -> int:
+        """S, the positions of a row."""
+        return self.keys[0].shape[2]
+
 
 def cache_dtype(activations: jnp.dtype) -> jnp.dtype:
     """Returns the dtype of a cache for activations of a dtype: the same, but float32 on a CPU,
