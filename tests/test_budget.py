@@ -58,15 +58,15 @@ def sizes() -> dict[str, int]:
 # The limit, and the goal.
 LIMITS = {
     "sampler/step.py and what it imports": (1_801, 1_600),
-    "engine/decode.py and what it imports": (4_018, 4_000),
+    "engine/decode.py and what it imports": (4_011, 4_000),
     "sampler/step.py, engine/decode.py": (420, 420),
     "sampler/filters.py, sampler/draw.py": (225, 225),
-    "sampler/, engine/, model/": (11_484, 10_400),
-    "package without lab/, serve/, chat/": (19_234, 15_000),
-    "lab/": (7_135, 5_300),
-    "serve/, chat/": (3_031, 3_000),
+    "sampler/, engine/, model/": (11_563, 10_400),
+    "package without lab/, serve/, chat/": (19_313, 15_000),
+    "lab/": (7_129, 5_300),
+    "serve/, chat/": (3_026, 3_000),
     "scripts/": (2_802, 2_800),
-    "tests/": (26_840, 23_400),
+    "tests/": (26_849, 23_400),
     "README.md": (180, 180),
     "docs/": (2_781, 2_600),
 }

@@ -45,7 +45,7 @@ class Beam(Search):
             end_row(engine, row, self._at)
         self._live = []
         self.rows = [row for row, _ in self._ended]
-        return all(row.finish_reason is not None for row in self.rows)
+        return self._has_ended()
 
     def outcome(self, extract: Extract | None = None) -> Outcome:
         """Returns the ended hypotheses, the one with the highest mean ln p chosen."""

@@ -24,8 +24,8 @@ from entropix_jax.engine.records import outcomes
 from entropix_jax.engine.request import Request, check_request
 from entropix_jax.engine.results import Event
 from entropix_jax.engine.row import RunningRow
-from entropix_jax.engine.shapes import MAX_STEPS, decode_window
-from entropix_jax.engine.slots import Layout, answer, emptied, empty_slots, insert, widen
+from entropix_jax.engine.shapes import MAX_STEPS, bucket, decode_window
+from entropix_jax.engine.slots import Layout, answer, emptied, empty_slots, insert, keep, widen
 from entropix_jax.engine.state import RUNNING, STOPPED, DecodeState, Recording, StepRecord
 from entropix_jax.host.arguments import check_integer
 from entropix_jax.model.loading import LanguageModel
@@ -36,6 +36,7 @@ _LOOK_SECONDS = 0.1  # target time between two reads by the host
 _SLOTS_PER_EMPTY = 16  # one slot in this many may idle before a chunk ends early
 _SLOTS_PER_LANE = 6  # where rows may fork
 _MANY_TOKENS = 64  # budget from which the program with lanes is compiled ahead
+_KEPT_BLOCK = 64  # the kept caches have a power of two of tokens, at least this many
 _MAX_IDLE = 8  # consecutive chunks without a step; more is a defect
 
 
@@ -220,6 +221,8 @@ class Engine(Roster):
             if self._stopping or self._fetch() is None:
                 continue
             fresh = self._waiting.popleft()
+            if row is not None:
+                self._keep_cache(slot, row)
             self._slots[slot] = fresh
             if row is not None and fresh.row.tokens and row.has_cached(fresh):
                 self._insert(slot, fresh, cached=fresh.to_cache)
@@ -261,6 +264,15 @@ class Engine(Roster):
         arguments = self._state, self._layout.indices[slot], arrival
         mechanisms = self._parts.mechanisms
         self._state = self.programs.call("insert", insert, arguments, mechanisms=mechanisms)
+
+    def _keep_cache(self, slot: int, row: RunningRow) -> None:
+        """Copies the cache of a row that has ended, if it may be forked later."""
+        if (kept := row.row.kept) is None or not row.cached:
+            return
+        size = min(bucket(row.cached, _KEPT_BLOCK), self._capacity)
+        arguments = self._state, self._layout.indices[slot]
+        kept.ids = row.ids[: row.cached]
+        kept.layers = self.programs.call(f"keep {size}", keep, arguments, size=size)
 
     def _lanes_for(self, row: RunningRow) -> int:
         """The lanes of a shard that a row needs."""

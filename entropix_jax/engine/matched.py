@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from entropix_jax.engine.loop import Engine
+from entropix_jax.engine.results import KeptCache
 from entropix_jax.engine.search import Fork, Search
 
 CALIPER = 0.25  # nats: largest difference of the log-probabilities of matched tokens
@@ -37,12 +38,9 @@ class MatchedForks(Search):
                 return False
             self._begin_control(engine)
             return False
-        if any(row.finish_reason is None for row in self.rows):
-            return False
-        if not self._levels:
-            return True
-        self._fork_level(engine, self._levels.pop(0))
-        return all(row.finish_reason is not None for row in self.rows)
+        if all(row.finish_reason is not None for row in self.rows) and self._levels:
+            self._fork_level(engine, self._levels.pop(0))
+        return self._has_ended()
 
     @property
     def _ends_early(self) -> bool:
@@ -58,6 +56,7 @@ class MatchedForks(Search):
         self._levels = [levels[depth] for depth in sorted(levels)]
         self._random.seed(f"{self.request.seed}:{self.request.row_id}")
         self.rows = engine.fork(self.rows[0], 1, position=len(self.request.prompt))
+        self.rows[0].kept = KeptCache()
         self.made, self._depths = [], [0]
 
     def _fork_level(self, engine: Engine, wanted: list[float]) -> None:

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 from entropix_jax.engine.hooks import NOTHING, Insertion
 from entropix_jax.engine.request import MAX_SAMPLES, Request, check_request
-from entropix_jax.engine.results import Event, Row
+from entropix_jax.engine.results import Event, KeptCache, Row
 from entropix_jax.engine.row import RunningRow, check_place
 from entropix_jax.engine.tokens import find_no_token
 from entropix_jax.errors import UserError, nearest
@@ -96,8 +96,11 @@ class Roster:
             tokens = [replace(token, row=self._next_number) for token in row.tokens[:kept]]
             log = [(token, False) for token in tokens]
             source = row.number, len(row.log)
-            forks.append(Row(request, tokens, log=log, number=self._next_number, source=source))
-            self._move(forks[-1])
+            fork = Row(request, tokens, log=log, number=self._next_number, source=source)
+            if row.kept is not None:
+                fork.kept, fork.parent = KeptCache(), row.kept
+            forks.append(fork)
+            self._move(fork)
         return forks
 
     def rewind(self, row: Row, position: int) -> None:

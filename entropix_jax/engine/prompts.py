@@ -23,7 +23,7 @@ from entropix_jax.engine.shapes import (
     bucket,
     chunk_size,
 )
-from entropix_jax.engine.slots import Layout, share_prefix
+from entropix_jax.engine.slots import Layout, restore, share_prefix
 from entropix_jax.engine.state import DecodeState
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.platforms import on_cpu
@@ -72,7 +72,8 @@ class PromptReader:
         arrived: Sequence[int],
         stops: Callable[[], bool],
     ) -> DecodeState:
-        """Caches the uncached tokens of new rows. A text that another slot has cached is copied.
+        """Caches the uncached tokens of new rows. A text that another slot has cached is copied, or
+        that of a parent.
 
         Args:
             state: donated.
@@ -88,15 +89,20 @@ class PromptReader:
             others = []
             for slot in arrived:
                 row = rows[slot]
+                place, count = layout.indices[slot], np.int32(row.to_cache)
                 source = next((other for other in cached if rows[other].has_cached(row)), None)
                 if source is not None:
-                    row.cached = row.to_cache
-                    places = layout.indices[source], layout.indices[slot]
-                    arguments = state, *places, np.int32(row.cached)
+                    arguments = state, layout.indices[source], place, count
                     state = self._programs.call("copy", share_prefix, arguments)
-                    cached.append(slot)
-                elif first.setdefault(tuple(row.request.prompt), slot) != slot:
-                    others.append(slot)
+                elif (kept := row.inherited) is not None:
+                    key = f"restore {kept[0].shape[1]}"
+                    state = self._programs.call(key, restore, (state, place, kept, count))
+                else:
+                    if first.setdefault(tuple(row.request.prompt), slot) != slot:
+                        others.append(slot)
+                    continue
+                row.cached = row.to_cache
+                cached.append(slot)
             state = self._read(state, layout, {slot: rows[slot] for slot in first.values()}, stops)
             cached += first.values()
             arrived = others

@@ -31,6 +31,16 @@ class Move:
     action: str  # of the forced tokens
 
 
+@dataclass(eq=False)
+class KeptCache:
+    """The cache of a row that may be forked after its end, so that its forks do not read its text
+    again, to other last digits. `layers` are the keys and values of the tokens `ids`, [K, T, H],
+    padded at their end. They are copied when the row's slot gets another row."""
+
+    ids: Sequence[int] = ()
+    layers: list[Any] | None = None
+
+
 @dataclass(repr=False)
 class Row:
     """The result of a request. A notebook shows its text, coloured by regime.
@@ -44,6 +54,7 @@ class Row:
     tokens, set when the row begins to run. `source` is the number of the row that it was forked
     from, with the length of that row's log; -1 stands for a row of another run. `moves` are those
     of the caller. `forks` and `rewinds` count calls of `Engine.fork` and `rewind` for the row.
+    `kept` and `parent` are its cache and that of the row that it was forked from, or None.
     """
 
     request: Request
@@ -59,6 +70,8 @@ class Row:
     moves: list[Move] = field(default_factory=list, compare=False)
     forks: int = 0
     rewinds: int = 0
+    kept: KeptCache | None = field(default=None, compare=False)
+    parent: KeptCache | None = field(default=None, compare=False)
     started: float | None = field(default=None, compare=False)  # by `time.perf_counter`
     first_token: float | None = field(default=None, compare=False)  # by the same clock
     waited: float = field(default=0.0, compare=False)  # seconds spent in `Request.ask`

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import takewhile
 from math import isfinite
+from typing import Any
 
 import numpy as np
 
@@ -160,6 +161,15 @@ class RunningRow:
         if not other.row.tokens:
             return [*self.request.prompt] == [*other.request.prompt]
         return self.ids[: other.to_cache] == other.ids[:-1]
+
+    @property
+    def inherited(self) -> list[Any] | None:
+        """The kept cache of the row that this one was forked from. None if it does not have all
+        tokens except the last."""
+        parent = self.row.parent
+        if parent is None or [*parent.ids[: self.to_cache]] != self.ids[:-1]:
+            return None
+        return parent.layers
 
     def shared(self, other: "RunningRow") -> int:
         """Number of another row's tokens, without the last one, that are cached in this slot."""

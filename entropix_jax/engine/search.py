@@ -14,7 +14,7 @@ from typing import Any
 
 from entropix_jax.engine.loop import Engine
 from entropix_jax.engine.request import Request, check_request
-from entropix_jax.engine.results import Row
+from entropix_jax.engine.results import KeptCache, Row
 from entropix_jax.engine.shapes import MIN_CAPACITY, bucket
 from entropix_jax.engine.state import Recording
 from entropix_jax.engine.trace import TokenRecord
@@ -164,6 +164,8 @@ class Search:
         ids = [request.row_id, *(f"{request.row_id}.{i}" for i in range(1, number))]
         requests = [replace(request, row_id=row_id, number=i) for i, row_id in enumerate(ids)]
         self.rows = [*map(engine.new_row, requests)]
+        if self.method.forks_at is not None or self.method.make is not None:
+            self.rows[0].kept = KeptCache()
         return requests
 
     def advance(self, engine: Engine) -> bool:
@@ -178,7 +180,7 @@ class Search:
                 for index in self._due():
                     self._fork(engine, index, self.rows[index])
             self._at += 1
-        return all(row.finish_reason is not None for row in self.rows)
+        return self._has_ended()
 
     def outcome(self, extract: Extract | None = None) -> Outcome:
         """Returns the result of a search that has ended. `extract` finds the answer in a text.
@@ -196,6 +198,14 @@ class Search:
             votes=dict(counts.most_common()),
             forwards=sum(self._forwards(index) for index in range(len(self.rows))),
         )
+
+    def _has_ended(self) -> bool:
+        """Whether all continuations have ended. Their kept caches are then dropped."""
+        if any(row.finish_reason is None for row in self.rows):
+            return False
+        for row in self.rows:
+            row.kept = row.parent = None
+        return True
 
     @property
     def _ends_early(self) -> bool:

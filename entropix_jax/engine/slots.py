@@ -15,6 +15,7 @@ from entropix_jax.engine.state import RUNNING, STOPPED, DecodeState, Fork
 from entropix_jax.model.cache import init_cache
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.mesh import (
+    ONCE,
     ROWS,
     broadcast_row,
     in_shard,
@@ -221,6 +222,32 @@ def share_prefix(
         cache = copy_runs(state.cache, jnp.int32(1), *runs, block=_BLOCK)
     length = state.cache.length.at[target].set(count, mode="drop")
     return replace(state, cache=replace(cache, length=length))
+
+
+@partial(jax.jit, static_argnames="size")
+@split_rows(ONCE)
+def keep(state: DecodeState, source: jax.Array, *, size: int) -> list[jax.Array]:
+    """Returns copies of the first `size` (static) cached tokens of slot `source`, [K, size, H]."""
+    layers = (*state.cache.keys, *state.cache.values)
+    return [broadcast_row(rows, source)[:, :size] for rows in layers]
+
+
+@partial(jax.jit, donate_argnames="state")
+@split_rows(ROWS)
+def restore(
+    state: DecodeState, target: jax.Array, kept: list[jax.Array], count: jax.Array
+) -> DecodeState:
+    """Writes `kept` tokens to slot `target`, whose text begins with the first `count` of them. The
+    state is donated."""
+    target = local_index(target, state.status.shape[0])
+    cache, size = state.cache, kept[0].shape[1]
+    layers = [
+        rows.at[target, :, :size].set(own, mode="drop")
+        for rows, own in zip((*cache.keys, *cache.values), kept, strict=True)
+    ]
+    number, length = len(cache.keys), cache.length.at[target].set(count, mode="drop")
+    keys, values = tuple(layers[:number]), tuple(layers[number:])
+    return replace(state, cache=replace(cache, keys=keys, values=values, length=length))
 
 
 @partial(jax.jit, donate_argnames="state")

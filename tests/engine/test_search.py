@@ -224,6 +224,28 @@ def depths(outcome: Outcome) -> list[int]:
     return [len(at_depth(outcome, depth)) for depth in range(1, FORKS)]
 
 
+@pytest.mark.parametrize("name", ["dts", "dts-matched", "beam"])
+def test_a_search_does_not_depend_on_others(tiny: LanguageModel, name: str) -> None:
+    """Continuations have the same last digits next to other searches as alone: no fork reads tokens
+    again that its parent had generated, even if the parent's slot has another row by then."""
+    method = find_method(name, WITH_CONTROLS)
+    wanted = questions(tiny, 6, "greedy" if name == "beam" else "dts")
+    recording = recording_for(method, FORKS)
+    results = []
+    for groups in [wanted], [[request] for request in wanted]:
+        engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=recording)
+        searches = [[method.search(request, FORKS) for request in group] for group in groups]
+        for group in searches:
+            assert len([*run_searches(engine, group)]) == len(group)
+        prompts = sum(len(request.prompt) - 1 for request in wanted)
+        # A control may read its prompt again.
+        assert engine._reader.read <= prompts * (2 if name == "dts-matched" else 1)
+        rows = [row for group in searches for search in group for row in search.rows]
+        assert all(row.kept is None and row.parent is None for row in rows)
+        results.append([[(t.token_id, t.logprob, t.entropy) for t in row.tokens] for row in rows])
+    assert results[0] == results[1]
+
+
 @pytest.mark.parametrize("width", [2, 4])
 def test_beam_search_equals_transformers(tiny: LanguageModel, width: int) -> None:
     torch = pytest.importorskip("torch")
