@@ -27,7 +27,7 @@ from tests.support.runs import Spec, requests, run_rows
 
 SLOTS, CAPACITY, TOKENS, FORKS = 8, 128, 20, 4
 VOCAB = 1249
-PROMPTS = {"dts": 50, "dts-greedy": 10, "eager": 50}
+PROMPTS = {"dts": 50, "dts-greedy": 20, "eager": 50}
 PUBLISHED = {"dts": "dts", "dts-greedy": "dts", "eager": "eager"}  # presets
 OTHERS = {"dts": 2, "dts-greedy": 2, "eager": 1}
 
