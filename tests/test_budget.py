@@ -62,11 +62,11 @@ LIMITS = {
     "sampler/step.py, engine/decode.py": (420, 420),
     "sampler/filters.py, sampler/draw.py": (225, 225),
     "sampler/, engine/, model/": (11_563, 10_400),
-    "package without lab/, serve/, chat/": (19_313, 15_000),
+    "package without lab/, serve/, chat/": (19_315, 15_000),
     "lab/": (7_129, 5_300),
     "serve/, chat/": (3_026, 3_000),
     "scripts/": (2_802, 2_800),
-    "tests/": (26_849, 23_400),
+    "tests/": (26_852, 23_400),
     "README.md": (180, 180),
     "docs/": (2_781, 2_600),
 }

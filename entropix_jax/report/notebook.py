@@ -27,8 +27,9 @@ def html(rows: Sequence[Any], prompt: str | None = None) -> str:
             break
         log = row.log[: MAX_TOKENS - len(all_drawn)]
         records = [token.to_json(retracted=retracted) for token, retracted in log]
-        pairs = zip([None, *records], records, strict=False)
-        drawn = [{**draw(record, before), "hint": _hint(record)} for before, record in pairs]
+        drawn: list[dict[str, Any]] = []
+        for record in records:
+            drawn.append({**draw(record, drawn), "hint": _hint(record)})
         all_drawn += drawn
         shown.append(
             {

@@ -75,12 +75,10 @@ class _Reader(TraceReader):
 
     def lines(self) -> Iterator[bytes]:
         """Draws the tokens, and yields the lines."""
-        last: dict[int, dict[str, Any]] = {}  # each row's last token
         for raw, record in self:
             if record["type"] in ("token", "retracted"):
-                row = record["row"]
-                self.rows.setdefault(row, []).append(draw(record, last.get(row)))
-                last[row] = record
+                drawn = self.rows.setdefault(record["row"], [])
+                drawn.append(draw(record, drawn))
             yield raw
 
     def facts(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 `templates/tokens.html` makes HTML of it, `static/tokens.css` has colours and underlines.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -42,15 +42,18 @@ def style(name: str) -> str:
     return "".join((STATIC / f"{sheet}.css").read_text("utf-8") for sheet in ("tokens", name))
 
 
-def draw(record: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the template's view of a token, a line of a trace; `before` is the previous line."""
-    action, text = record["action"], record["text"]
+def draw(record: Mapping[str, Any], drawn: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the template's view of a token, a line of a trace, after the `drawn` ones of its row.
+    A branch without a rival is no fork, nor are the tokens that follow in it."""
+    text, branches = record["text"], record.get("branches")
     chosen, thought = bool(record.get("chosen")), _is_thought(record)
+    marks_before = drawn[-1]["classes"].split() if drawn else []
+    forked = len(branches) > 1 if branches else "branched" in marks_before
     classes = {
         "injected": thought,
-        "inject-start": thought and not (before is not None and _is_thought(before)),
-        "branched": action == "branch",
-        "branch-start": action == "branch" and len(record.get("branches") or ()) > 1,
+        "inject-start": thought and "injected" not in marks_before,
+        "branched": record["action"] == "branch" and forked,
+        "branch-start": record["action"] == "branch" and len(branches or ()) > 1,
         "loop": record["loop"],
         "retracted": record["type"] == "retracted",
         "chosen": chosen,

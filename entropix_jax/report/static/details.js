@@ -51,7 +51,11 @@ export function tokenParts(token, { facts, place, shown, held, choose = null, cu
 
 function notes(token) {
   const found = [];
-  if (token.type === "retracted") found.push(token.replacement ? `Retracted. Replaced by ${quotedToken(token.replacement)}.` : "Retracted.");
+  if (token.type === "retracted") {
+    const { replacement } = token;
+    const why = replacement?.action === "phrases" ? "a banned phrase began here" : `this token was unlikely (${percent(Math.exp(token.logprob))}), and the sampler was lost after it`;
+    found.push(replacement ? `Retracted: ${why}. Replaced by ${quotedToken(replacement)}.` : "Retracted.");
+  }
   if (token.replaced?.length) found.push(`Replaces ${token.replaced.map(quotedToken).join(", ")}, retracted.`);
   if (token.loop) found.push("The text was repeating itself. The loop guard chose the arm.");
   return found;

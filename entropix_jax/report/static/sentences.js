@@ -19,9 +19,10 @@ export function reasonOf(token, facts) {
     const below = bounds.filter(([value]) => value < token[quantity]).sort(([a], [b]) => b - a)[0];
     const above = bounds.filter(([value]) => value > token[quantity]).sort(([a], [b]) => a - b)[0];
     const digits = [1, 2, 3, 4, 5].find((count) => [below, above].every((bound) => !bound || bound[0].toFixed(count) !== token[quantity].toFixed(count))) ?? 6;
-    const told = ([value, name]) => `${name ? `${name} = ` : ""}${value.toFixed(digits)}`;
+    const shown = (value) => value.toFixed(Math.max(digits, value > 0 ? Math.ceil(1 - Math.log10(value)) : 0)); // two significant digits, at least
+    const told = ([value, name]) => `${name ? `${name} = ` : ""}${shown(value)}`;
     const sides = [below && `above ${told(below)}`, above && `below ${told(above)}`].filter(Boolean);
-    return sides.length ? `${label} ${token[quantity].toFixed(digits)}${unit} is ${sides.join(" and ")}` : "";
+    return sides.length ? `${label} ${shown(token[quantity])}${unit} is ${sides.join(" and ")}` : "";
   }).filter(Boolean).join(", ");
   return parts && `${parts[0].toUpperCase()}${parts.slice(1)}.`;
 }
@@ -31,7 +32,7 @@ const ACTIONS = {
   inject: "injected a thought into the text",
   branch: "rolled out several continuations and kept the best",
   backspace: "stepped back: retracted a token and sampled again",
-  adaptive: "sampled several candidates and kept the most likely one",
+  adaptive: "sampled several candidates and kept the most likely of them",
   think_end: "ended the thinking section, because the model was certain for several tokens",
   phrases: "retracted a banned phrase and sampled again",
   budget_forcing: "extended or ended the thinking section",
@@ -67,12 +68,12 @@ export function deedOf(token, facts, place) {
   const settings = facts?.parameters ?? facts?.sampler ?? {};
   const candidates = token.branches?.length;
   if (token.action === "branch") {
-    if (!candidates) return "follows the candidate before it";
-    return candidates > 1 ? `forked: continued ${candidates} candidates and kept the best` : "one candidate: no fork";
+    if (!candidates) return "continues the token before it";
+    return candidates > 1 ? `forked: continued ${candidates} candidates and kept the best` : "no fork: no second token was likely enough";
   }
   const draws = settings["adaptive.draws"];
   const once = ["sample", "explore", "resample"].includes(token.action) && `sampled once, at temperature ${token.temperature.toFixed(2)}`;
-  const done = once || (token.action === "adaptive" && draws > 1 ? `drew ${draws} candidates and kept the most likely one` : ACTIONS[token.action] ?? "a custom arm");
+  const done = once || (token.action === "adaptive" && draws > 1 ? `drew ${draws} candidates and kept the most likely of them` : ACTIONS[token.action] ?? "a custom arm");
   const arm = settings[`arms.${token.regime}`];
   if (arm === token.action || token.loop) return done;
   if (place < settings["start.tokens"] && token.action === settings["arms.start"]) return `${done}, as for the first ${number(settings["start.tokens"])} tokens in any regime`;

@@ -67,8 +67,8 @@ function selectSpan({ box, spans, token }, pinned, scroll) {
 
 // The token that a key leads to: along the text, or to the line above or below.
 export function neighbour(key, { items, spans, token }) {
-  if (!token) return /^(Arrow|Home|End)/.test(key) ? items.at(-1) : null; // beyond the end of this text
-  const at = token.index;
+  if (!token && key !== "Home") return /^(Arrow|End)/.test(key) ? items.at(-1) : null; // beyond the end of this text
+  const at = token?.index;
   if (key === "ArrowRight") return items[Math.min(at + 1, items.length - 1)];
   if (key === "ArrowLeft") return items[Math.max(at - 1, 0)];
   if (key === "Home") return items[0];

@@ -144,7 +144,7 @@ export function knobRow(knob, texts, apply) {
   const change = (value) => value >= 0 && apply({ ...texts.values, [knob.key]: value });
   const id = `knob-${knob.key.replace(/\W/g, "-")}`;
   const slider = element("input", { type: "range", id, min: 0, max: scale.max, step: scale.step, oninput: () => change(scale.value(Number(slider.value))) });
-  const box = element("input", { type: "number", min: 0, step: "any", "aria-label": `${label}, as a number`, oninput: () => box.value !== "" && change(Number(box.value)) });
+  const box = element("input", { type: "number", id: `${id}-number`, min: 0, step: "any", "aria-label": `${label}, as a number`, oninput: () => box.value !== "" && change(Number(box.value)) });
   const share = element("output", { class: "muted", for: id });
   const uses = [[knob.below, "below"], [knob.above, "above"]].filter(([names]) => names.length);
   const node = element("div", { class: "knob" },

@@ -31,7 +31,7 @@ export class Generator {
     const { session, start } = this;
     byId("afresh").hidden = !start.chat || !session.current?.messages;
     byId("system").closest("label").hidden = !start.chat;
-    const [button, hint] = start.chat ? ["Send", "Type a message…"] : ["Generate", "Type a prompt…"];
+    const [button, hint] = start.chat ? ["Send", "Type a message…"] : ["Generate", "Type a prompt… Ctrl+Enter generates"];
     byId("go").textContent = button;
     byId("prompt").placeholder = hint;
     byId("examples").hidden = Boolean(session.current);
@@ -43,7 +43,7 @@ export class Generator {
   async generate(text = byId("prompt").value) {
     const { session, start } = this;
     const field = byId("prompt");
-    field.setCustomValidity(text ? "" : `${field.placeholder.replace("…", "")} first.`);
+    field.setCustomValidity(text ? "" : `${field.placeholder.replace(/….*/, "")} first.`);
     if (!field.reportValidity()) return; // says so at the field
     const { current } = session;
     if (!(await this.isReady())) return;

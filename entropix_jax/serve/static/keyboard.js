@@ -13,7 +13,10 @@ export function listenToKeys(session, { generate, stop, chats }) {
     KeyN: () => byId("name").focus(),
     KeyP: () => session.prune(),
     KeyB: () => session.toggleBeside(),
-    KeyH: () => (byId("help").open = !byId("help").open),
+    KeyH: () => {
+      byId("help").open = !byId("help").open;
+      byId("help").scrollIntoView({ block: "nearest" });
+    },
   };
   document.addEventListener("keydown", (event) => {
     if (document.querySelector("dialog[open]")) return;

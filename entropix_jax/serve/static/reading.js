@@ -96,7 +96,9 @@ export class Reading {
 
   draw(token, before) {
     const thought = (one) => one?.action === "inject" && !one.chosen;
-    const branched = token.action === "branch";
+    // A branch without a rival is no fork, nor are the tokens that follow in it.
+    const branched = token.action === "branch" && (token.branches ? token.branches.length > 1 : this.forked);
+    this.forked = branched;
     const classes = { injected: thought(token), "inject-start": thought(token) && !thought(before), branched, "branch-start": branched && token.branches?.length > 1, loop: token.loop, retracted: token.type === "retracted", empty: !token.text, chosen: token.chosen };
     const span = element("span", {
       id: `${this.box.id}-${token.index}`, role: "option", "aria-selected": "false", "data-index": token.index, "data-regime": this.regimeOf(token),

@@ -54,7 +54,9 @@ export class Settings {
 
   show(facts, tokens) {
     clearTimeout(this.timer);
-    const focused = document.activeElement.id;
+    // The knobs are hidden until a regenerated text has its settings, and then new.
+    const { id } = document.activeElement;
+    if (id.startsWith("knob-")) this.focused = id;
     byId("settings").hidden = !facts;
     if (!facts) return;
     this.facts = facts;
@@ -65,7 +67,8 @@ export class Settings {
     byId("sliders").replaceChildren(...SLIDERS.map((slider) => this.sliderOf(...slider)));
     byId("keys").replaceChildren(...Object.keys(facts.sampler).map((value) => element("option", { value })));
     this.refresh(this.texts.values);
-    if (focused.startsWith("knob-")) byId(focused)?.focus();
+    if (this.focused && [document.body, null].includes(document.activeElement)) byId(this.focused)?.focus();
+    this.focused = null;
   }
 
   sliderOf(key, label, max, step) {
@@ -75,7 +78,7 @@ export class Settings {
       slider.value = box.value = this.changes[key] = Number(target.value);
     };
     const slider = element("input", { type: "range", id, min: 0, max, step, value, oninput: change });
-    const box = element("input", { type: "number", min: 0, step: "any", value, "aria-label": `${label}, as a number`, oninput: change });
+    const box = element("input", { type: "number", id: `${id}-number`, min: 0, step: "any", value, "aria-label": `${label}, as a number`, oninput: change });
     return element("div", { class: "knob" }, element("label", { for: id }, label, element("span", { class: "muted" }, key)), slider, box);
   }
 

@@ -73,7 +73,7 @@ export class Start {
   summarize() {
     const [own, method, seed] = ["own", "method", "seed"].map((id) => byId(id).value.trim());
     const count = own.split("=").length - 1;
-    const sampler = (byId("preset").value || this.standard || "default sampler") + (own && `, ${count > 9 ? `${count} settings` : own}`);
+    const sampler = (byId("preset").value || this.standard || "default sampler") + (own && `, ${count > 9 ? `${count} settings` : own.replaceAll("thresholds.", "")}`);
     byId("chosen").textContent = byId("chosen").title = [sampler, method, `${this.most} tokens`, seed && `seed ${seed}`, this.system.length && "system message"].filter(Boolean).join(" · ");
   }
 
