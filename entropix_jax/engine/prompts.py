@@ -90,7 +90,8 @@ class PromptReader:
             for slot in arrived:
                 row = rows[slot]
                 place, count = layout.indices[slot], np.int32(row.to_cache)
-                source = next((other for other in cached if rows[other].has_cached(row)), None)
+                options = {"generated": self._keep}
+                source = next((i for i in cached if rows[i].has_cached(row, **options)), None)
                 if source is not None:
                     arguments = state, layout.indices[source], place, count
                     state = self._programs.call("copy", share_prefix, arguments)
@@ -98,7 +99,7 @@ class PromptReader:
                     key = f"restore {kept[0].shape[1]}"
                     state = self._programs.call(key, restore, (state, place, kept, count))
                 else:
-                    if first.setdefault(tuple(row.request.prompt), slot) != slot:
+                    if first.setdefault(row.begin, slot) != slot:
                         others.append(slot)
                     continue
                 row.cached = row.to_cache

@@ -78,9 +78,10 @@ class RunningRow:
         self._forked: TokenRecord | None = None  # of the last fork whose tokens are forced
         self._state = row.tokens[-1].state if row.tokens else None
         self._retrieved = 0 if self._state is None else int(self._state.states["inject"].begun)
-        start = len(request.prompt) + sum(not retracted for _, retracted in request.prefix)
+        kept = [token.token_id for token, retracted in request.prefix if not retracted]
+        self.begin = *request.prompt, *kept  # the text that it began with
         chosen = len(request.forced) if request.chosen and not moved else 0
-        self._chosen = range(start, start + chosen)
+        self._chosen = range(len(self.begin), len(self.begin) + chosen)
         if row.log or forced.tokens or row.source is not None:
             action = request.sampler.mechanisms[forced.action].name
             counts = len(row.log), len(row.tokens), row.rewinds
@@ -153,14 +154,13 @@ class RunningRow:
             forwards=np.int32(max(forwards, default=0)),
         )
 
-    def has_cached(self, other: "RunningRow") -> bool:
+    def has_cached(self, other: "RunningRow", *, generated: bool = False) -> bool:
         """Whether the slot of this row has cached another row's tokens except the last one. New
-        rows share only whole prompts, so that they do not depend on the progress of other rows."""
-        if self.cached < other.to_cache:
+        rows share only the text that they begin with, so that they do not depend on the progress of
+        other rows, unless `generated` tokens are accepted."""
+        if self.cached < other.to_cache or self.ids[: other.to_cache] != other.ids[:-1]:
             return False
-        if not other.row.tokens:
-            return [*self.request.prompt] == [*other.request.prompt]
-        return self.ids[: other.to_cache] == other.ids[:-1]
+        return generated or len(other.ids) != len(other.begin) or self.begin == other.begin
 
     @property
     def inherited(self) -> list[Any] | None:

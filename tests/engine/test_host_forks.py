@@ -158,6 +158,23 @@ def test_a_row_continues_from_any_of_its_tokens(tiny: LanguageModel, whole: list
         check_bookkeeping(tiny, again)
 
 
+def test_a_continued_row_does_not_depend_on_others(tiny: LanguageModel) -> None:
+    """A row that continues from tokens of another run has the same last digits after the row with
+    these tokens, whose slot it takes, as alone: it uses no tokens that other rows generated."""
+    request = request_of(tiny, "x", "min-p")
+    engine = Engine(tiny, slots=1, capacity=CAPACITY, recording=RECORDING)
+    (first,) = run_rows(engine, [request])
+    prefix = [(token, False) for token in first.tokens[:30]]
+    rows = []
+    for others in [], [request], [replace(request, prefix=prefix[:20])]:
+        continued = replace(request, prefix=prefix, row_id="continued")
+        rows.append(run_rows(engine, [*others, continued])[-1])
+    for other in rows[1:]:
+        assert [(t.token_id, t.logprob) for t in other.tokens] == [
+            (t.token_id, t.logprob) for t in rows[0].tokens
+        ]
+
+
 def test_recording_states_does_not_change_results(tiny: LanguageModel, whole: list[Row]) -> None:
     engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=Recording(top=2))
     rows = run_rows(engine, [row.request for row in whole])
