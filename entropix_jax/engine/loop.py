@@ -266,8 +266,10 @@ class Engine(Roster):
         self._state = self.programs.call("insert", insert, arguments, mechanisms=mechanisms)
 
     def _keep_cache(self, slot: int, row: RunningRow) -> None:
-        """Copies the cache of a row that has ended, if it may be forked later."""
-        if (kept := row.row.kept) is None or not row.cached:
+        """Copies the cache of a row that has ended, if it may be forked later. With kept slots or a
+        list of programs, last digits depend on other rows anyway."""
+        kept = row.row.kept
+        if kept is None or not row.cached or self._keep or self._listed is not None:
             return
         size = min(bucket(row.cached, _KEPT_BLOCK), self._capacity)
         arguments = self._state, self._layout.indices[slot]

@@ -33,9 +33,9 @@ class Move:
 
 @dataclass(eq=False)
 class KeptCache:
-    """The cache of a row that may be forked after its end, so that its forks do not read its text
-    again, to other last digits. `layers` are the keys and values of the tokens `ids`, [K, T, H],
-    padded at their end. They are copied when the row's slot gets another row."""
+    """The cache of a row that may be forked after its end. Its forks copy it, because prefilling
+    the text again would give other last digits. `layers` are the keys and values of the tokens
+    `ids`, [K, T, H], padded at the end; None until another row takes the row's slot."""
 
     ids: Sequence[int] = ()
     layers: list[Any] | None = None

@@ -246,6 +246,17 @@ def test_a_search_does_not_depend_on_others(tiny: LanguageModel, name: str) -> N
     assert results[0] == results[1]
 
 
+def test_an_engine_that_keeps_its_slots_copies_no_caches(tiny: LanguageModel) -> None:
+    """A server's list of programs has none for it."""
+    method = find_method("dts")
+    recording = recording_for(method, FORKS)
+    engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=recording, keep=True)
+    searches = [method.search(request, FORKS) for request in questions(tiny, 6, "dts")]
+    assert len([*run_searches(engine, searches)]) == 6
+    assert "insert" in engine.programs._called
+    assert not any("keep" in str(key) for key in engine.programs._called)
+
+
 @pytest.mark.parametrize("width", [2, 4])
 def test_beam_search_equals_transformers(tiny: LanguageModel, width: int) -> None:
     torch = pytest.importorskip("torch")

@@ -53,7 +53,8 @@ function notes(token) {
   const found = [];
   if (token.type === "retracted") {
     const { replacement } = token;
-    const why = replacement?.action === "phrases" ? "a banned phrase began here" : `this token was unlikely (${percent(Math.exp(token.logprob))}), and the sampler was lost after it`;
+    const unlikely = `this token was unlikely (${percent(Math.exp(token.logprob))}), and the sampler stepped back to it`;
+    const why = { backspace: unlikely, phrases: "a banned phrase began here" }[replacement?.action] ?? "a token before it was retracted";
     found.push(replacement ? `Retracted: ${why}. Replaced by ${quotedToken(replacement)}.` : "Retracted.");
   }
   if (token.replaced?.length) found.push(`Replaces ${token.replaced.map(quotedToken).join(", ")}, retracted.`);
