@@ -69,9 +69,19 @@ class CalibratedSampler:
         return self.sampler.notes
 
     @property
+    def notes_without_user(self) -> tuple[str, ...]:
+        """The notes for a run in which no user can answer a question."""
+        note = "the arm 'clarify' samples, because there is no user to ask"
+        return (*self.notes, note) if CLARIFY.name in self._arms else self.notes
+
+    @property
+    def _arms(self) -> set[str]:
+        return {self.values[f"arms.{name}"] for name in SERVED}
+
+    @property
     def lanes(self) -> int:
         """Number of lanes that a fork of a row may need. A user's own arm or control may fork."""
-        arms = {self.values[f"arms.{name}"] for name in SERVED}
+        arms = self._arms
         own = {*self.mechanisms} - {*MECHANISMS}
         if any(mechanism.control or mechanism.name in arms for mechanism in own):
             return MAX_WIDTH - 1
