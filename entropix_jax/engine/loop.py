@@ -211,7 +211,7 @@ class Engine(Roster):
                 raise RuntimeError("rows are running, but no step is made")
 
     def _wait_for_host(self) -> bool:
-        """Waits until an answer of the host arrives, a moment at most. Returns False if no row
+        """Waits until the host has an answer, for at most `_POLL_SECONDS`. Returns False if no row
         waits for one."""
         futures = [row.pending.future for row in self._running.values() if row.pending]
         if futures:

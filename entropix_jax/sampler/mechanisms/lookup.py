@@ -53,7 +53,7 @@ def propose(ctx: Context) -> Proposal:
 
 
 def control(ctx: Context, token: jax.Array) -> Verdict:
-    """Waits for the result. The cooldown begins at once, because there may be none."""
+    """Waits for the result. The cooldown begins at once, also without a result."""
     own: LookupSettings = ctx.settings.own["lookup"]
     row: LookupState = ctx.states["lookup"]
     return when(jnp.bool_(True), wait(), LookupState(own.cooldown, row.begun + 1))
