@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +12,16 @@ import pytest
 from entropix_jax.engine.calibrated import calibrate_sampler
 from entropix_jax.engine.loop import Engine
 from entropix_jax.engine.request import Request
-from entropix_jax.engine.results import Row
+from entropix_jax.engine.results import Row, Rows
+from entropix_jax.engine.trace import header
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.names import REGIMES
+from entropix_jax.replay import read_trace, replay
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.text.intents import intent_entropy
+from tests.support.replays import CachedReader
 from tests.support.runs import ids_of, is_same, run_rows
+from tests.support.traces import read_trace as read_lines
 
 SLOTS, CAPACITY = 4, 512  # as in `test_engine`
 WIDTH = 4
@@ -107,3 +113,28 @@ def test_results_do_not_depend_on_other_rows(tiny: LanguageModel, rows: dict[str
         (alone,) = run(tiny, [request_of(tiny, case)])
         assert is_same(alone, rows[case])
         assert [t.intents for t in alone.tokens] == [t.intents for t in rows[case].tokens]
+
+
+@pytest.fixture(scope="module")
+def reader(tiny: LanguageModel) -> CachedReader:
+    return CachedReader(tiny, CAPACITY)
+
+
+@pytest.mark.parametrize("case", ["asks", "guesses", "is sure", "has no prompt"])
+def test_verify_recomputes_the_row(
+    case: str, rows: dict[str, Row], reader: CachedReader, tiny: LanguageModel, tmp_path: Path
+) -> None:
+    """It checks the branches, the entropy, and the forced prompt or the token in its place."""
+    row, path = rows[case], tmp_path / "run.jsonl"
+    about = header(tiny, row.request.sampler, row.request.prompt, seed=row.request.seed)
+    Rows([row], about).save_trace(path)
+    lines = read_lines(path)
+    assert replay(read_trace(path), reader).doubt is None
+    if "branches" not in lines[1]:
+        return
+    other = {"intents": 7.5, "branches": lines[1]["branches"][:-1], "token_id": 40}
+    for name, value in other.items():
+        altered = [*lines]
+        altered[1] = {**lines[1], name: value}
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in altered))
+        assert replay(read_trace(path), reader).doubt is not None, name
