@@ -291,10 +291,12 @@ def test_a_model_without_a_template(
     one_error(chat("Hello"), "no chat template: it cannot chat")
 
 
-def test_a_question_is_a_turn(chat: Chat) -> None:
+def test_a_question_is_a_turn(chat: Chat, tiny: LanguageModel) -> None:
     arms = [f"sampler.arms.{regime}=clarify" for regime in REGIMES]
-    bounds = ["sampler.clarify.least=0", "sampler.clarify.most=9", "sampler.base.min_p=0"]
-    result = chat("Where is she?", "Rita.", options=("--set", *arms, *bounds))
+    own = ["clarify.least=0", "clarify.most=9", "clarify.length=4", "base.min_p=0"]
+    own.append(f"draw.bans={[*tiny.end_ids(chat=True)]}")  # it ends with a question
+    settings = [*arms, *(f"sampler.{one}" for one in own)]
+    result = chat("Where is she?", "Rita.", options=("--set", *settings))
     first, *_ = result.out.splitlines()
     assert first.startswith(" One question:")
     assert result.err.count("question to the user") == 2
