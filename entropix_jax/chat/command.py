@@ -54,6 +54,8 @@ class Arguments:
     """Colour each token by its regime, or only forks and steps back."""
     quiet: bool = False
     """Do not print statistics after each answer."""
+    ask: bool = False
+    """On a terminal, ask which branch to take if the two best scores are within the margin."""
 
 
 def run(arguments: Arguments) -> int:
@@ -91,7 +93,8 @@ def run(arguments: Arguments) -> int:
         eos_ids=model.end_ids(chat=True),
         stop=arguments.stop,
         lookup=lookup,
+        clarify=True,
     )
     context = choose_context(arguments.context, model.config, _MAX_CONTEXT)
-    shown = arguments.quiet, arguments.highlight == "actions"
+    shown = arguments.quiet, arguments.highlight == "actions", arguments.ask
     return Session(model, name, arguments.model, request, context, messages, *shown).run()

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from entropix_jax.cli.options import EXIT_OK, ModelOptions
 from entropix_jax.cli.status import Speed, StatusLine, is_terminal, show_waits
-from entropix_jax.cli.terminal import TextScreen, print_legend, summary
+from entropix_jax.cli.terminal import TextScreen, asker, can_ask, print_legend, summary
 from entropix_jax.engine.api import Generation
 from entropix_jax.engine.calibrated import calibrate_sampler
 from entropix_jax.engine.loop import Engine
@@ -47,6 +47,7 @@ class Session:
     messages: Messages  # the conversation so far
     quiet: bool = False  # no statistics after an answer
     actions: bool = False  # only forks and steps back are coloured
+    asks: bool = False  # a person on the terminal chooses between close branches
 
     def __post_init__(self) -> None:
         if self.model.tokenizer.chat_template is None:
@@ -57,6 +58,7 @@ class Session:
         self._typed = is_terminal(sys.stdin)
         self._err = Console(stderr=True, highlight=False, soft_wrap=True)
         self._pressed: list[int] = []  # signals since the last line
+        self.asks = self.asks and can_ask()
         self._running: Row | None = None
         self._answered: Rows | None = None  # the run of the last answer
         self._retries = 0  # of the last question
@@ -149,10 +151,11 @@ class Session:
             hint = "/back removes a turn, --context gives more room"
             raise UserError(f"the context is full: {len(prompt)} of {self.context} tokens ({hint})")
         seed = self.request.seed + retries
-        request = replace(self.request, prompt=prompt, seed=seed, messages=messages)
+        status = StatusLine()
+        ask = asker(status) if self.asks else None
+        request = replace(self.request, prompt=prompt, seed=seed, messages=messages, ask=ask)
         generation = Generation(self.model, [request], engine=self._engine)
         (row,) = generation.rows
-        status = StatusLine()
         screen = TextScreen(status, actions=self.actions)
 
         self._running, programs = row, self._engine.programs

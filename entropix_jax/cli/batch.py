@@ -155,7 +155,7 @@ def _prepare(arguments: Arguments) -> "tuple[BatchRun, Description]":
         "version": __version__,
         **code_identity(run.sampler.mechanisms),
     }
-    return run, (run.sampler.notes, identity)
+    return run, (run.sampler.notes_without_user, identity)
 
 
 def _host(arguments: Arguments) -> "tuple[BatchRun, Description]":

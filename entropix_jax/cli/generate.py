@@ -2,20 +2,19 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from entropix_jax.cli import options
-from entropix_jax.cli.status import Speed, StatusLine, is_terminal, show_status, show_waits
+from entropix_jax.cli.status import Speed, StatusLine, show_status, show_waits
 from entropix_jax.errors import UserError, check_range
 from entropix_jax.host.files import check_apart, check_regular, check_writable, scratch_beside
 from entropix_jax.host.interrupts import EXIT_INTERRUPT, deferred_interrupts
 
 if TYPE_CHECKING:
     from entropix_jax.engine.api import Generation
-    from entropix_jax.engine.request import Ask
     from entropix_jax.engine.results import Event, Piece
     from entropix_jax.engine.trace import TraceWriter
 
@@ -76,6 +75,7 @@ def run(arguments: Arguments) -> int:
     _check(arguments)
     # JAX takes most of a second to import: not before the command line is known to be good.
     with show_status("loading JAX"):
+        from entropix_jax.cli.terminal import asker, can_ask
         from entropix_jax.engine.api import stream
         from entropix_jax.engine.state import Recording
         from entropix_jax.engine.trace import TraceWriter
@@ -97,7 +97,7 @@ def run(arguments: Arguments) -> int:
         check_report(Path(arguments.report), *inputs)
         top, layers = (top, layers) if top or layers else (_REPORT_TOP, True)
 
-    name, model, calibrated = arguments.model.start(sampler)
+    name, model, calibrated = arguments.model.start(sampler, has_user=False)
     status = StatusLine()
     generation = stream(
         model,
@@ -107,7 +107,7 @@ def run(arguments: Arguments) -> int:
         samples=arguments.samples,
         recording=Recording(top=top, layers=layers),
         lookup=lookup,
-        ask=_ask_on_terminal(arguments, status),
+        ask=asker(status) if arguments.ask and can_ask() else None,
     )
     if arguments.method is not None:
         from entropix_jax.cli.search import run_search
@@ -198,22 +198,6 @@ def _trace_file(arguments: Arguments) -> Iterator[Path | None]:
     else:
         with scratch_beside(Path(arguments.report)) as folder:
             yield folder / f"{Path(arguments.report).stem}.jsonl"
-
-
-def _ask_on_terminal(arguments: Arguments, status: StatusLine) -> "Ask | None":
-    """The function that asks a person about close branches; None without a terminal."""
-    if not arguments.ask:
-        return None
-    if not all(map(is_terminal, (sys.stdin, sys.stdout, sys.stderr))):
-        print("note: --ask: no terminal, nobody is asked", file=sys.stderr)
-        return None
-    from entropix_jax.cli.terminal import ask_person
-
-    def ask(row: int, texts: Sequence[str]) -> int | None:
-        with status.hidden():
-            return ask_person(row, texts)
-
-    return ask
 
 
 def _run(

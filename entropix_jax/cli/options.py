@@ -146,14 +146,16 @@ class ModelOptions:
             use_compilation_cache()
             return load(name, self.dtype, mesh, precision=self.precision, check=self.check)
 
-    def start(self, sampler: "Sampler") -> "tuple[str, LanguageModel, CalibratedSampler]":
+    def start(
+        self, sampler: "Sampler", *, has_user: bool = True
+    ) -> "tuple[str, LanguageModel, CalibratedSampler]":
         """Loads the model. Returns its name, it, and the sampler for it, whose notes it prints."""
         from entropix_jax.engine.calibrated import calibrate_sampler
 
         name = model_name(self.model)
         model = self.load(name)
         calibrated = calibrate_sampler(sampler, model)
-        for note in calibrated.notes:
+        for note in calibrated.notes if has_user else calibrated.notes_without_user:
             print(f"note: {note}", file=sys.stderr)
         return name, model, calibrated
 

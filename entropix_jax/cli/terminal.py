@@ -25,6 +25,7 @@ from entropix_jax.names import MEANINGS, REGIMES
 from entropix_jax.report.reading import ENDS
 
 if TYPE_CHECKING:
+    from entropix_jax.engine.request import Ask
     from entropix_jax.engine.results import Row
     from entropix_jax.engine.score import ScoredToken
     from entropix_jax.engine.trace import TokenRecord
@@ -41,6 +42,7 @@ BASIC = {"lelv": "", "helv": "blue bold", "lehv": "magenta", "hehv": "red", "mid
 _MARKS = {
     "branch": ("italic", "lehv", "from a fork"),
     "inject": ("underline", "helv", "thought"),
+    "clarify": ("underline", "hehv", "question to you"),
     "backspace": ("reverse", "hehv", "after a step back"),
 }
 # Actions of arms in the legend, which shows the name of any other arm.
@@ -52,6 +54,7 @@ _DOES = {
     "lookup": "look something up",
     "resample": "hot draw",
     "branch": "fork, keep the best",
+    "clarify": "question to you",
     "backspace": "step back",
     "adaptive": "one draw",
 }
@@ -240,6 +243,24 @@ def fit(parts: Iterable[Text], between: str, width: float) -> Text:
         text.append(part)
         column += part.cell_len
     return text
+
+
+def can_ask() -> bool:
+    """Returns whether a person is at the terminal. Prints a note if there is none."""
+    found = all(map(is_terminal, (sys.stdin, sys.stdout, sys.stderr)))
+    if not found:
+        print("note: --ask: no terminal, nobody is asked", file=sys.stderr)
+    return found
+
+
+def asker(status: StatusLine) -> "Ask":
+    """Returns `ask_person` as a function that hides the status line."""
+
+    def ask(row: int, texts: Sequence[str]) -> int | None:
+        with status.hidden():
+            return ask_person(row, texts)
+
+    return ask
 
 
 def ask_person(row: int, texts: Sequence[str]) -> int | None:

@@ -19,6 +19,7 @@ from entropix_jax.sampler.calibration import Calibration, generic_calibration, r
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.mechanisms.branch import BRANCH
+from entropix_jax.sampler.mechanisms.clarify import CLARIFY
 from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.sampler.settings import MAX_WIDTH, Parts, SamplerSettings
 
@@ -68,13 +69,24 @@ class CalibratedSampler:
         return self.sampler.notes
 
     @property
+    def notes_without_user(self) -> tuple[str, ...]:
+        """The notes for a run in which no user can answer a question."""
+        note = "the arm 'clarify' samples, because there is no user to ask"
+        return (*self.notes, note) if CLARIFY.name in self._arms else self.notes
+
+    @property
+    def _arms(self) -> set[str]:
+        return {self.values[f"arms.{name}"] for name in SERVED}
+
+    @property
     def lanes(self) -> int:
         """Number of lanes that a fork of a row may need. A user's own arm or control may fork."""
-        arms = {self.values[f"arms.{name}"] for name in SERVED}
+        arms = self._arms
         own = {*self.mechanisms} - {*MECHANISMS}
         if any(mechanism.control or mechanism.name in arms for mechanism in own):
             return MAX_WIDTH - 1
-        return int(self.values["branch.width"]) - 1 if BRANCH.name in arms else 0
+        forks = arms & {BRANCH.name, CLARIFY.name}
+        return max((int(self.values[f"{name}.width"]) - 1 for name in forks), default=0)
 
 
 @checked

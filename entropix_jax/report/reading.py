@@ -29,6 +29,7 @@ ENDS = {
     "eos": "end of text",
     "length": "token limit",
     "confidence": "low confidence",
+    "question": "question to the user",
     "context": "context limit",
     "stop": "stop string",
     "interrupt": "stopped",
@@ -43,6 +44,7 @@ _TOKEN = {
     "top?": [(int, str, float)],
     "branches?": [{"tokens": list, "text": str, "chosen": bool, "score?": float}],
     "layers?": [[float]],
+    "intents?": float,
     "chosen?": bool,
 }
 _ROW = {

@@ -16,7 +16,7 @@ from entropix_jax.serve.schema import ApiError
 from entropix_jax.serve.worker import Update
 
 # The API has two finish reasons. `entropix.finish_reason` is the row's own.
-_REASONS = {"eos": "stop", "stop": "stop", "confidence": "stop"}
+_REASONS = {"eos": "stop", "stop": "stop", "confidence": "stop", "question": "stop"}
 _MIN_LOGPROB = -9999.0  # in place of minus infinity, as in the API
 _TRACE_FIELDS = {"row", "top", "layers"}  # of a token, omitted unless details are requested
 
@@ -94,6 +94,8 @@ class Choice:
         """Returns the value of a part's key `entropix`."""
         log = [(one.token, one.retracted) for one in updates if one.token]
         own: dict[str, Any] = {**self._tokens(log)}
+        for update in updates:
+            own |= {} if update.choice is None else {"choice": update.choice}
         if self.row_id is not None and (reason is not None or not self._has_part):
             own["row"] = self.row_id
         self._has_part = True

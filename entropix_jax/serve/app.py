@@ -5,6 +5,7 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -32,6 +33,7 @@ from entropix_jax.names import REGIMES
 from entropix_jax.report.page import regime_rule
 from entropix_jax.sampler.files import preset_names
 from entropix_jax.serve.answers import Answer, Updates
+from entropix_jax.serve.choices import OpenChoices
 from entropix_jax.serve.guard import Guard
 from entropix_jax.serve.kept import RowStore
 from entropix_jax.serve.model import ServedModel
@@ -48,6 +50,7 @@ from entropix_jax.serve.schema import (
     MAX_TOP,
     ApiError,
     Chat,
+    ChosenBranch,
     Completion,
     Generating,
     Score,
@@ -75,12 +78,24 @@ _STREAM = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 class Run:
     """The submitted rows, or the search, of an answer."""
 
-    def __init__(self, worker: Worker, store: RowStore, answer: Answer, limit: float) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        store: RowStore,
+        choices: OpenChoices,
+        answer: Answer,
+        limit: float,
+    ) -> None:
         """Submits the rows, and ends them after `limit` seconds."""
         loop, search = asyncio.get_running_loop(), answer.request.search
-        rows = [] if search is not None else [*map(worker.engine.new_row, answer.request.requests)]
+        requests = answer.request.requests
+        if answer.request.body.entropix.ask:
+            asks = [partial(self._ask, index) for index in range(len(requests))]
+            requests = [replace(one, ask=ask) for one, ask in zip(requests, asks, strict=True)]
+        rows = [] if search is not None else [*map(worker.engine.new_row, requests)]
         jobs: Sequence[Row | Search] = rows if search is None else [search]
         self._worker, self._store, self._answer = worker, store, answer
+        self._choices, self._offered = choices, list[str]()
         self._updates: asyncio.Queue[tuple[int, list[Update]]] = asyncio.Queue()
         soon: Any = loop.call_soon_threadsafe
         self._tickets = [Ticket(job, partial(soon, self._note, i)) for i, job in enumerate(jobs)]
@@ -109,8 +124,17 @@ class Run:
     def end(self) -> None:
         """Ends the rows that have not ended."""
         self._timer.cancel()
+        for choice_id in self._offered:
+            self._choices.close(choice_id)
         for ticket in self._tickets:
             self._worker.cancel(ticket)
+
+    def _ask(self, index: int, row: int, texts: Sequence[str]) -> "Future[int | None]":
+        """Offers the client of a row a choice between two branches, in the engine's thread."""
+        choice_id, future = self._choices.open(self._loop)
+        self._offered.append(choice_id)
+        self._worker.offer(self._tickets[index], {"id": choice_id, "texts": [*texts]})
+        return future
 
     def _note(self, index: int, updates: list[Update]) -> None:
         choice, last = self._answer.choices[index], updates[-1]
@@ -148,6 +172,7 @@ class Api:
         self._store = store
         self._limit = limit
         self._created = int(time.time())
+        self._choices = OpenChoices()
 
     # Generation
 
@@ -162,6 +187,9 @@ class Api:
         keeps = self._store.capacity > 0
         if common.entropix.keep and not keeps:
             raise ApiError("entropix.keep: this server keeps no rows (--keep)", param="entropix")
+        if common.entropix.ask and (isinstance(body, Responses) or not common.stream):
+            message = "entropix.ask requires a streamed completion or chat"
+            raise ApiError(message, param="entropix")
         method = choose_method(self._served, common, slots=self._worker.slots, keeps=keeps)
         checked = await self._check(common)
         if checked.requests:
@@ -206,7 +234,7 @@ class Api:
         """Runs the rows of an answer. `form` converts it to the Responses API."""
         if answer.request.echo:
             await self._add_echoes(answer)
-        run = Run(self._worker, self._store, answer, self._limit)
+        run = Run(self._worker, self._store, self._choices, answer, self._limit)
         updates = run.updates()
         chunks = form.events(answer.chunks(updates)) if form else answer.chunks(updates)
         if answer.request.body.stream:
@@ -226,6 +254,12 @@ class Api:
                 scored = await self._score(prompt.tokens, request.sampler)
             for choice in answer.choices[index * request.body.n : (index + 1) * request.body.n]:
                 choice.set_echo(scored)
+
+    async def choose(self, request: Request) -> Response:
+        """`POST /v1/entropix/choice`: chooses a branch for a row that waits."""
+        body = parse(ChosenBranch, await read_body(request))
+        self._choices.choose(body.id, body.index)
+        return Response(status_code=204)
 
     # Scores
 
@@ -381,6 +415,7 @@ def make_app(
         Route("/v1/chat/completions", partial(api.generate, Chat), methods=["POST"]),
         Route("/v1/responses", partial(api.generate, Responses), methods=["POST"]),
         Route("/v1/score", api.score, methods=["POST"]),
+        Route("/v1/entropix/choice", api.choose, methods=["POST"]),
         Route("/v1/rows/{id}", api.row),
         Route("/v1/rows/{id}", api.delete, methods=["DELETE"]),
         *(Route(f"/v1/rows/{{id}}/{kind}", partial(api.file, kind)) for kind in _FILES),

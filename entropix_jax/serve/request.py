@@ -103,6 +103,7 @@ def choose_method(
         "echo": getattr(body, "echo", False),
         "best_of": getattr(body, "best_of", None) is not None,
         "entropix.from": own.begin is not None,
+        "entropix.ask": own.ask,
     }
     if names := [name for name, is_given in excluded.items() if is_given]:
         raise refused(f"method cannot be combined with {names[0]}")
@@ -171,6 +172,7 @@ def continuation_request(served: ServedModel, body: Completion, row: Row) -> Gen
         max_new_tokens=min(place.position + budget, 2**31 - 1),
         seed=old.seed if body.seed is None else body.seed,
         stop=body.stop if "stop" in body.model_fields_set else old.stop,
+        ask=None,  # of the old row's client
     )
     new = continue_row(
         served.model, row, request, place.position, place.token, capacity=served.context
@@ -229,6 +231,7 @@ def _new_rows(
         stop=body.stop,
         lookup=served.lookup,
         messages=messages,
+        clarify=chat and body.entropix.method is None,
     )
     requests: list[Request] = []
     # Ids count a prompt's choices, so equal prompts of a request draw differently, and a prompt's

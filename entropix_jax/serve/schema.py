@@ -167,7 +167,8 @@ class Own(_Object):
     `id` names the request's only row, whose random numbers depend on it and on the seed. `details`
     are whole trace records. `keep` keeps the rows. `escape_special` makes control tokens in a
     prompt or a message ordinary text, by default only in messages. `method` is the name of a search
-    method, with at most `forks` continuations and, with `vote`, a vote as its choice.
+    method, with at most `forks` continuations and, with `vote`, a vote as its choice. With `ask`
+    the client of a stream chooses between branches that tie.
     """
 
     sampler: Annotated[Any, BeforeValidator(_as_sampler)] = None
@@ -181,6 +182,7 @@ class Own(_Object):
     method: str | None = None
     forks: Annotated[Integer, Field(ge=1, le=MAX_FORKS)] | None = None
     vote: bool = False
+    ask: bool = False
 
 
 class StreamOptions(_Object):
@@ -265,7 +267,14 @@ class Score(Body):
     top: Integer = Field(0, ge=0, le=MAX_TOP)
 
 
-AnyBody = TypeVar("AnyBody", bound=Body)
+class ChosenBranch(_Object):
+    """`/v1/entropix/choice`: the `id` of a choice in a stream, and the index of the chosen text."""
+
+    id: str
+    index: Integer = Field(ge=0, le=1)
+
+
+AnyBody = TypeVar("AnyBody", bound=_Object)
 
 
 def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:

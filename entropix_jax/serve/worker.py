@@ -6,7 +6,7 @@ The worker calls the event loop once per row and chunk of steps, not once per to
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +25,8 @@ _LOG = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Update:
     """A snapshot of an `Event`, whose row changes meanwhile. `finish_reason` is set in the row's
-    last update, and `outcome` if the row is the chosen one of a search."""
+    last update, and `outcome` if the row is the chosen one of a search. `choice` has the id and the
+    texts of two branches between which the client chooses."""
 
     token: TokenRecord | None = None
     pieces: tuple[Piece, ...] = ()
@@ -33,6 +34,7 @@ class Update:
     finish_reason: str | None = None
     error: str | None = None
     outcome: Outcome | None = None
+    choice: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,6 +158,10 @@ class Worker:
         self._calls.shutdown(cancel_futures=True)
 
     # In the thread
+
+    def offer(self, ticket: Ticket, choice: Mapping[str, Any]) -> None:
+        """Adds a choice to the updates of a row. Hooks of its request call it."""
+        self._updates.setdefault(ticket, []).append(Update(choice=choice))
 
     def _serve(self) -> None:
         while True:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,15 @@ import pytest
 import entropix_jax
 from entropix_jax.chat import session
 from entropix_jax.chat.session import Session
+from entropix_jax.cli import terminal
 from entropix_jax.engine.api import Generation
 from entropix_jax.model import loading
 from entropix_jax.model.loading import LanguageModel
+from entropix_jax.names import REGIMES
+from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.text.tokenizer import Tokenizer
 from tests.support.commands import Result, one_error, run_command, set_stdin
+from tests.support.samplers import LITERAL
 from tests.support.terminals import ESCAPE
 from tests.support.traces import read_trace
 from tests.support.waiting import PATIENCE
@@ -285,6 +289,44 @@ def test_a_model_without_a_template(
     plain = replace(tiny, tokenizer=Tokenizer(path, path.read_bytes(), settings))
     monkeypatch.setattr(loading, "load", lambda *_, **options: plain)
     one_error(chat("Hello"), "no chat template: it cannot chat")
+
+
+def test_a_question_is_a_turn(chat: Chat, tiny: LanguageModel) -> None:
+    arms = [f"sampler.arms.{regime}=clarify" for regime in REGIMES]
+    own = ["clarify.least=0", "clarify.most=9", "clarify.length=4", "base.min_p=0"]
+    own.append(f"draw.bans={[*tiny.end_ids(chat=True)]}")  # it ends with a question
+    settings = [*arms, *(f"sampler.{one}" for one in own)]
+    result = chat("Where is she?", "Rita.", options=("--set", *settings))
+    first, *_ = result.out.splitlines()
+    assert first.startswith(" One question:")
+    assert result.err.count("question to the user") == 2
+
+
+def test_a_person_chooses_between_branches(
+    typing: Chat, tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    settings = {"branch.margin": 1000, "branch.min_p": 0, "branch.top_p": 1}
+    sampler = load_sampler(LITERAL).with_values(settings)
+    own = [f"sampler.{key}={value}" for key, value in settings.items()]
+    options = ("--sampler", LITERAL, "--set", *own, "--quiet")
+    second = expected(tiny, "Hello", sampler=sampler, ask=lambda row, texts: 1)
+    monkeypatch.setattr(terminal, "is_terminal", lambda stream: True)
+
+    def choose(row: int, texts: Sequence[str]) -> int:
+        asked.append(row)
+        return 1
+
+    monkeypatch.setattr(terminal, "ask_person", choose)
+    assert f"{second}\n" in typing("Hello", options=(*options, "--ask")).out
+    assert asked
+    asked.clear()
+    typing("Hello", options=options)
+    assert not asked
+
+
+def test_ask_without_a_terminal_is_a_note(chat: Chat) -> None:
+    assert "note: --ask: no terminal, nobody is asked\n" in chat(options=("--ask",)).err
 
 
 class Typist:

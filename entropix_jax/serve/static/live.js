@@ -14,6 +14,7 @@ import { Start } from "./start.js";
 import { Store } from "./store.js";
 import { Stream } from "./stream.js";
 import { Thresholds } from "./thresholds.js";
+import { Tie } from "./tie.js";
 import { fetchExample, offerOpening } from "./trace.js";
 import { showTree } from "./tree.js";
 
@@ -25,6 +26,7 @@ const store = new Store(session, (problem) => {
 if (await store.restore()) fail(new Error("This session is open in another tab, so this tab continues a copy of it."));
 const api = new Api(askKey);
 const start = new Start(api);
+const tie = new Tie(session, api);
 const stream = new Stream(session, api, { grow, end, learn, change: showStatus });
 const generator = new Generator(session, start, stream);
 const thresholds = new Thresholds(session, {
@@ -83,6 +85,7 @@ function showStatus() {
   byId("stop").disabled = !running;
   allowSaving(session.current, api);
   sides.showStatus();
+  tie.show();
   document.documentElement.dataset.state = running ? "running" : "idle";
 }
 

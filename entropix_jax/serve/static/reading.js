@@ -50,7 +50,7 @@ export class Reading {
     this.node = node;
     this.regimeOf = regimeOf;
     this.spans = [];
-    [this.line, this.count, this.wrote] = [null, 0, 0]; // the last line, and the drawn tokens and written parts
+    [this.line, this.count, this.wrote, this.asks] = [null, 0, 0, false]; // the last line, the drawn tokens and written parts, and whether a question has begun
     this.token = null;
     this.held = false;
     this.box.replaceChildren();
@@ -99,7 +99,8 @@ export class Reading {
     // A branch without a rival is no fork, nor are the tokens that follow in it.
     const branched = token.action === "branch" && (token.branches ? token.branches.length > 1 : this.forked);
     this.forked = branched;
-    const classes = { injected: thought(token), "inject-start": thought(token) && !thought(before), branched, "branch-start": branched && token.branches?.length > 1, loop: token.loop, retracted: token.type === "retracted", empty: !token.text, chosen: token.chosen };
+    this.asks ||= token.action === "clarify";
+    const classes = { injected: thought(token), "inject-start": thought(token) && !thought(before), branched, "branch-start": branched && token.branches?.length > 1, question: this.asks, loop: token.loop, retracted: token.type === "retracted", empty: !token.text, chosen: token.chosen };
     const span = element("span", {
       id: `${this.box.id}-${token.index}`, role: "option", "aria-selected": "false", "data-index": token.index, "data-regime": this.regimeOf(token),
       class: ["token", ...Object.keys(classes).filter((name) => classes[name])].join(" "), "aria-label": token.type === "retracted" ? `retracted: ${token.text}` : null,

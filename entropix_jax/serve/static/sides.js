@@ -12,7 +12,7 @@ import { Speaker } from "./speaker.js";
 import { systemOf } from "./start.js";
 import { placeOf } from "./texts.js";
 
-const ENDS = { eos: "end of text", length: "token limit", confidence: "low confidence", context: "context limit", stop: "stop string", cancelled: "stopped", lost: "interrupted" };
+const ENDS = { eos: "end of text", length: "token limit", confidence: "low confidence", question: "question to you", context: "context limit", stop: "stop string", cancelled: "stopped", lost: "interrupted" };
 const SHORT = 100; // ms of a text that are too short for a rate
 const CUT = ["length", "cancelled", "lost", "error"]; // ends of texts that can be continued
 const WIDE = 900; // minimum width in pixels for details next to the text, as in the style sheet

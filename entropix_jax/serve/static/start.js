@@ -110,7 +110,7 @@ export class Start {
   }
 
   asked(own) {
-    return { ...(this.keeps && { keep: true }), details: true, retractions: true, ...own };
+    return { ...(this.keeps && { keep: true }), ...(byId("asks").checked && !own.method && { ask: true }), details: true, retractions: true, ...own };
   }
 }
 

@@ -45,6 +45,7 @@ export class Stream {
           const fresh = told.tokens ?? [];
           joinPositions(node, fresh);
           node.pending.push(...fresh);
+          node.choice = own.choice ?? (fresh.length ? null : node.choice);
           if (fresh.length && !timing.first) Object.assign(timing, { first: performance.now(), firsts: fresh.filter(({ type }) => type === "token").length });
           reason = told.finish_reason ?? reason;
           if (own.continuations) this.addContinuations(node, own);
@@ -56,7 +57,7 @@ export class Stream {
       reason = error.name === "AbortError" ? "cancelled" : this.api.server === null ? "lost" : "error";
       if (reason !== "cancelled") fail(error);
     }
-    node.stopper = null;
+    node.stopper = node.choice = null;
     node.reason = reason;
     node.timing = { ...timing, end: performance.now() };
     this.grow();
