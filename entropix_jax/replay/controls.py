@@ -16,12 +16,23 @@ def may_inject(row: RowState) -> bool:
     fits = 0 < len(thought) <= row.remaining and row.unwritable.isdisjoint(thought)
     marks = [mark for mark in as_list(v["inject.after"]) if mark]
     return bool(
-        (fits or row.request["retrieve"])
+        fits
         and not any(ends_in(row.tokens, text) for text in texts)
         and states["inject.cooldown"] == 0
         and states["inject.begun"] < v["inject.per_row"]
         and row.generated >= v["inject.earliest"]
         and (not marks or sentences.has_ended([row.model.texts[t] for t in row.tokens], marks))
+    )
+
+
+def may_look_up(row: RowState) -> bool:
+    """A lookup function, without cooldown, within the budget."""
+    v, states = row.v, row.tally.states
+    return bool(
+        row.request["lookup"]
+        and states["lookup.cooldown"] == 0
+        and states["lookup.begun"] < v["lookup.per_row"]
+        and row.generated >= v["lookup.earliest"]
     )
 
 
@@ -38,20 +49,30 @@ def may_backspace(row: RowState) -> bool:
     return bool(row.in_doubt())
 
 
-MAY = {"inject": may_inject, "branch": may_branch, "backspace": may_backspace}
+MAY = {
+    "inject": may_inject,
+    "lookup": may_look_up,
+    "branch": may_branch,
+    "backspace": may_backspace,
+}
 
 
 def inject(row: RowState, plan: Plan, seen: Seen) -> Verdict | None:
-    """Writes the next thought, or waits for one from the host."""
+    """Writes the next thought."""
     v, states, texts = row.v, row.tally.states, row.texts["inject.thought"]
     marks = [mark for mark in as_list(v["inject.after"]) if mark]
     last, token = row.model.texts[row.tokens[-1]], row.model.texts[plan.token]
     if marks and (plan.token in row.end_ids or not sentences.begins_word(last, token)):
         return None
     begun = {"inject.begun": states["inject.begun"] + 1}
-    if row.request["retrieve"]:
-        return Verdict("wait", states=begun | {"inject.cooldown": max(v["inject.cooldown"], 1)})
     return Verdict("force", tokens=texts[int(states["inject.begun"]) % len(texts)], states=begun)
+
+
+def lookup(row: RowState, plan: Plan, seen: Seen) -> Verdict | None:
+    """Waits for the result from the host."""
+    begun = row.tally.states["lookup.begun"] + 1
+    cooldown = row.v["lookup.cooldown"]
+    return Verdict("wait", states={"lookup.begun": begun, "lookup.cooldown": cooldown})
 
 
 def branch(row: RowState, plan: Plan, seen: Seen) -> Verdict | None:
@@ -128,6 +149,7 @@ def _may_write(row: RowState, text: Sequence[int], last: Sequence[int]) -> bool:
 
 CONTROLS = {
     "inject": inject,
+    "lookup": lookup,
     "branch": branch,
     "backspace": backspace,
     "think_end": think_end,

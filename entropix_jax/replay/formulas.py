@@ -287,6 +287,7 @@ ARMS: dict[str, Callable[[Settings, Metrics, Mapping[str, bool]], Proposal]] = {
     "argmax": lambda v, m, may: draw(v, "argmax", temperature=0.0),
     "sample": lambda v, m, may: draw(v, "sample"),
     "inject": lambda v, m, may: inject(v, m, may["inject"]),
+    "lookup": lambda v, m, may: draw(v, "lookup" if may["lookup"] else "sample"),
     "explore": lambda v, m, may: explore(v, m),
     "branch": lambda v, m, may: branch(v, m, may["branch"]),
     "resample": lambda v, m, may: resample(v, m),

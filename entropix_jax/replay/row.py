@@ -33,7 +33,8 @@ from entropix_jax.replay.threefry import row_key
 
 MAX_ATTEMPTS, MAX_WIDTH = 8, 10
 LOOK_AHEAD = 64  # tokens that the model reads at once
-BUDGETS = "inject.begun branch.begun branch.forwards backspace phrases".split()  # never restored
+# Counts that are never restored.
+BUDGETS = "inject.begun lookup.begun branch.begun branch.forwards backspace phrases".split()
 
 
 class Row(RowState):
@@ -273,9 +274,9 @@ class Row(RowState):
         elif verdict.kind == "wait":
             self.rewindable = 0
             rest = self.lines[self.at : self.at + self.remaining]
-            thought = takewhile(lambda line: line["action"] == "inject", rest)
-            self.tally.queue = [line["token_id"] for line in thought]
-            self.tally.queue_action = "inject"
+            result = takewhile(lambda line: line["action"] == "lookup", rest)
+            self.tally.queue = [line["token_id"] for line in result]
+            self.tally.queue_action = "lookup"
         else:
             if verdict.tokens:
                 self.tally.queue, self.tally.queue_action = [*verdict.tokens], verdict.name
@@ -289,6 +290,8 @@ class Row(RowState):
         states["inject.cooldown"] = 0 if sure else max(states["inject.cooldown"] - 1, 0)
         if len(tally.queue) == 1 and tally.queue_action == "inject":
             states["inject.cooldown"] = v["inject.cooldown"]
+        if not (tally.queue and tally.queue_action == "lookup"):
+            states["lookup.cooldown"] = max(states["lookup.cooldown"] - 1, 0)
         calm = np.float32(m["entropy"]) < np.float32(v["think_end.entropy"]) and not tally.queue
         states["think_end"] = states["think_end"] + 1 if calm else 0
         tally.queue, tally.moments = tally.queue[1:], seen.moments

@@ -8,6 +8,7 @@ counts in results, and the order in which filters run.
 from entropix_jax.sampler.mechanisms.backspace import BACKSPACE
 from entropix_jax.sampler.mechanisms.branch import BRANCH
 from entropix_jax.sampler.mechanisms.inject import INJECT
+from entropix_jax.sampler.mechanisms.lookup import LOOKUP
 from entropix_jax.sampler.mechanisms.phrases import PHRASES
 from entropix_jax.sampler.mechanisms.plain import (
     ADAPTIVE,
@@ -26,7 +27,7 @@ from entropix_jax.sampler.mechanisms.stopping import BUDGET_FORCING, CONFIDENCE,
 from entropix_jax.sampler.mechanisms.surrogate import SURROGATE
 from entropix_jax.sampler.mechanisms.view import VIEW
 
-_ARMS = ARGMAX, INJECT, EXPLORE, BRANCH, RESAMPLE, BACKSPACE, ADAPTIVE, SAMPLE
+_ARMS = ARGMAX, INJECT, LOOKUP, EXPLORE, BRANCH, RESAMPLE, BACKSPACE, ADAPTIVE, SAMPLE
 _DRAWS = EDT, DYNATEMP, FORKING  # arms whose action is `sample`
 _OBSERVERS = VIEW, SURROGATE
 _FILTERS = *RULES, REPETITION, NO_REPEAT_NGRAM, DRY, XTC, ADAPTIVE_P
