@@ -12,6 +12,7 @@ from entropix_jax.engine.request import Request
 from entropix_jax.engine.results import Row
 from entropix_jax.engine.trace import BranchRecord
 from entropix_jax.errors import Note, UserError
+from entropix_jax.text.intents import intent_entropy
 from entropix_jax.text.tokenizer import Tokenizer
 
 LOOKUP_SECONDS = 15.0  # after which a row continues without a result
@@ -130,6 +131,16 @@ def choose_branch(
     tokens = branches[chosen].tokens[: None if whole else 1][:remaining]
     marked = [replace(branch, chosen=i == chosen) for i, branch in enumerate(branches)]
     return marked, Insertion(tokens, request.sampler.parts.action("branch"))
+
+
+def ask_question(request: Request, texts: Sequence[str]) -> tuple[float, Insertion]:
+    """Returns the entropy over the intents of the branches of `clarify`, in bits, and the tokens to
+    force: the prompt for a question if the entropy is within the bounds, else none."""
+    values, entropy = request.sampler.values, intent_entropy(texts)
+    asks = values["clarify.least"] <= entropy <= values["clarify.most"]
+    prompt = request.sampler.settings.own["clarify"].prompt[0]
+    tokens = prompt[prompt >= 0].tolist() if asks else []
+    return entropy, Insertion(tokens, request.sampler.parts.action("clarify"))
 
 
 def two_best(branches: Sequence[BranchRecord]) -> list[BranchRecord]:

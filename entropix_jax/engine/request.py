@@ -41,6 +41,7 @@ class Request:
         ask: called with the row's number and the texts of the two best branches, better one first,
             when their scores are within the margin; returns the index of the branch to commit, None
             for the better one, or a future of either.
+        clarify: whether the row may end with a question to the user, see the mechanism `clarify`.
         messages: the chat messages of the prompt, for the trace's header.
         tag: the caller's own; the engine passes it through.
         number: the row's number in results and traces. None: in order of arrival.
@@ -60,6 +61,7 @@ class Request:
     stop: Sequence[str] = ()
     lookup: Lookup | None = None
     ask: Ask | None = None
+    clarify: bool = False
     messages: Sequence[Mapping[str, str]] | None = None
     tag: Any = None
     number: int | None = None
@@ -73,6 +75,7 @@ class Request:
         names = "row_id", "seed", "max_new_tokens"
         lists = {"eos_ids": [*map(int, self.eos_ids)], "stop": [*self.stop]}
         hooks = {name: getattr(self, name) is not None for name in ("lookup", "ask")}
+        hooks["clarify"] = self.clarify
         return {**{name: getattr(self, name) for name in names}, **lists, **hooks}
 
 

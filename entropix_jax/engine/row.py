@@ -16,6 +16,7 @@ from entropix_jax.engine.hooks import (
     Insertion,
     Pending,
     ask_choice,
+    ask_question,
     call,
     choose_branch,
     found_text,
@@ -156,6 +157,7 @@ class RunningRow:
             keys=row_key(request.seed, request.row_id + rewinds),
             looks_up=np.bool_(request.lookup is not None),
             asks_for_choice=np.bool_(request.ask is not None),
+            clarifies=np.bool_(request.clarify),
             settings=request.sampler.settings,
             eos_ids=padded_ids(self._end_ids),
             tally=replace(
@@ -271,6 +273,13 @@ class RunningRow:
             BranchRecord(tokens, self._tokenizer.decode_within(tokens), score, i == joined.best)
             for i, (tokens, score) in enumerate(zip(ids, scores, strict=False))
         ]
+        if paths[0][0].action == "clarify":
+            branches = [replace(branch, chosen=False) for branch in branches]
+            texts = [branch.text for branch in branches if branch.score is not None]
+            intents, answer = ask_question(self.request, texts)
+            self.answer = None if stopping() else answer
+            self._forked = replace(paths[0][0], branches=branches, intents=intents)
+            return
         two = two_best(branches)
         ambiguous = bool(joined.ambiguous) and len({branch.text for branch in two}) == 2
         first, *rest = paths[joined.best]
@@ -379,8 +388,11 @@ class RunningRow:
 
     def _as_chosen(self, token: TokenRecord) -> TokenRecord:
         """Restores the fork's proposal on a branch token that was committed by force. The first
-        token has all branches."""
+        token has all branches, also those of `clarify`, which commits none."""
         forked = self._forked
+        if forked is not None and forked.intents is not None:
+            self._forked = None
+            return replace(token, branches=forked.branches, intents=forked.intents)
         if token.action != "branch" or forked is None:
             return token
         proposed = {name: getattr(forked, name) for name in (*_PROPOSAL, "branches", "ambiguous")}

@@ -66,6 +66,7 @@ class Arrival:
     keys: Value  # uint32 [2]
     looks_up: Value  # bool
     asks_for_choice: Value  # bool
+    clarifies: Value  # bool
     settings: SamplerSettings  # of one row
     eos_ids: Value  # int32 [E]
     tally: Tally  # of one row
@@ -111,6 +112,7 @@ def empty_slots(
         keys=full(0, 2, dtype=np.uint32),
         looks_up=full(False, dtype=bool),
         asks_for_choice=full(False, dtype=bool),
+        clarifies=full(False, dtype=bool),
         settings=jax.tree.map(lambda x: np.broadcast_to(x, (places, *np.shape(x))), settings),
         eos_ids=full(-1, len(padded_ids(()))),
         sampler=sampler,

@@ -44,6 +44,15 @@ def may_branch(row: RowState) -> bool:
     return has_forks and bool(states["branch.forwards"] <= affordable)
 
 
+def may_clarify(row: RowState) -> bool:
+    """A row that may ask, budget, and room for the prompt of the question."""
+    states, prompt = row.tally.states, next(iter(row.texts["clarify.prompt"]), [])
+    fits = 0 < len(prompt) < row.remaining and row.unwritable.isdisjoint(prompt)
+    is_free = not states["clarify.measured"] and not states["question"]
+    has_forks = states["clarify.begun"] < row.v["clarify.per_row"]
+    return row.request["clarify"] and fits and is_free and has_forks
+
+
 def may_backspace(row: RowState) -> bool:
     """A token in doubt within reach."""
     return bool(row.in_doubt())
@@ -53,6 +62,7 @@ MAY = {
     "inject": may_inject,
     "lookup": may_look_up,
     "branch": may_branch,
+    "clarify": may_clarify,
     "backspace": may_backspace,
 }
 
@@ -90,6 +100,19 @@ def branch(row: RowState, plan: Plan, seen: Seen) -> Verdict | None:
     return Verdict(
         "fork", tokens=widths, states={"branch.begun": row.tally.states["branch.begun"] + 1}
     )
+
+
+def clarify(row: RowState, plan: Plan, seen: Seen) -> Verdict | None:
+    """Forks the row into sampled continuations."""
+    states = {"clarify.begun": row.tally.states["clarify.begun"] + 1, "clarify.measured": 1}
+    return Verdict("fork", tokens=[row.v["clarify.width"]], states=states)
+
+
+def question(row: RowState, plan: Plan, seen: Seen) -> Verdict | None:
+    """Ends a row with the last token of its question."""
+    count, text = row.tally.states["question"], row.model.texts[plan.token]
+    is_last = "?" in text or "\n" in text or count >= row.v["clarify.length"]
+    return Verdict("end") if count > 0 and is_last else None
 
 
 def backspace(row: RowState, plan: Plan, seen: Seen) -> Verdict | None:
@@ -151,9 +174,11 @@ CONTROLS = {
     "inject": inject,
     "lookup": lookup,
     "branch": branch,
+    "clarify": clarify,
     "backspace": backspace,
     "think_end": think_end,
     "budget_forcing": budget_forcing,
     "phrases": phrases,
+    "question": question,
     "confidence": low_confidence,
 }

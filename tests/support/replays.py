@@ -120,6 +120,13 @@ SPECIAL: Mapping[str, Case] = {
         | {"branch.margin": 5.0, "arms.helv": "lookup", "lookup.cooldown": 1, "lookup.per_row": 9},
         options=LOOKUP | {"ask": lambda row, texts: 1},
     ),
+    "clarify": Case(
+        "entropix",
+        ALL
+        | {"arms.helv": "clarify", "arms.hehv": "clarify", "arms.lehv": "clarify"}
+        | {"clarify.width": 3, "clarify.least": 1.5, "clarify.length": 4, "clarify.per_row": 3},
+        options={"clarify": True},
+    ),
     # Branches longer than the blocks of 32 positions in which the cache is copied.
     "deep": Case("adadec", {"branch.depth": 40, "branch.commit_all": True}, budget=100),
     # End tokens: at the end of the budget, in a thought, replaced by ` and`, and of low confidence.

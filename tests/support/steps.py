@@ -54,6 +54,7 @@ def rows_of(
         remaining=jnp.full(batch, remaining, jnp.int32),
         eos_ids=jnp.full((batch, 2), -1, jnp.int32),
         looks_up=jnp.full(batch, looks_up),
+        clarifies=jnp.zeros(batch, bool),
         branch=jnp.full(batch, -1, jnp.int32),
         vocab_size=VOCAB,
     )
