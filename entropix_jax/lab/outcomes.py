@@ -176,16 +176,17 @@ class Answer:
         tag: Continuation,
         name: str,
         seed: int = 0,
+        extra: int = 0,
     ) -> Request:
         """Returns the row that keeps the first `index` tokens of the answer, continues with the
-        `forced` tokens, and has the answer's budget. Its random numbers are a function of the seed,
-        the item and the name."""
+        `forced` tokens, and has `extra` tokens more than the answer's budget. Its random numbers
+        are a function of the seed, the item and the name."""
         assert self.row is not None
         asked = self.row.request
         return Request(
             asked.prompt,
             sampler,
-            max_new_tokens=asked.max_new_tokens,
+            max_new_tokens=asked.max_new_tokens + extra,
             row_id=f"{asked.row_id}/{name}",
             seed=seed,
             eos_ids=asked.eos_ids,
