@@ -24,6 +24,7 @@ COMMANDS = {
     "ablate": ("lab.ablate", "compares settings of a sampler on tasks"),
     "evaluate": ("lab.evaluate", "compares samplers on tasks, each tuned with the same effort"),
     "pivots": ("lab.pivots", "finds the tokens that decide greedy answers"),
+    "lookups": ("lab.lookups", "measures which answers should be looked up, and where"),
     "harness": ("lab.harness", "runs tasks of EleutherAI's lm-evaluation-harness"),
     "calibrate": ("lab.calibrate", "measures the percentiles of a model's own answers"),
     "report": ("cli.report", "makes a web page from a trace"),

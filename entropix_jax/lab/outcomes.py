@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,13 +46,16 @@ def measure(
     engine: Engine,
     questions: Sequence[Question],
     store: Store,
-    sampling: Sampling,
+    make: Callable[[Question, Record], Answer],
 ) -> Iterator[int]:
     """Answers the questions without a stored result, continues the answers from other tokens, and
     stores the tokens. Yields the number of stored results after each answer. A question that cannot
     be answered gets a result without tokens.
 
     Rows are created when a slot is free for them, so their number is not limited by memory.
+
+    Args:
+        make: makes the answer of a question that has no stored result.
     """
     greedy = calibrate_sampler(load_sampler("greedy"), model)
     answering = 0
@@ -59,7 +63,7 @@ def measure(
 
     def requests() -> Iterator[Request | None]:
         nonlocal answering
-        asked = _requests(engine, questions, store, greedy)
+        asked = _requests(engine, questions, store, greedy, make)
         while True:
             if ready:
                 if (request := next(ready[0], None)) is None:
@@ -78,20 +82,27 @@ def measure(
         row, tag = event.row, event.row.request.tag
         if row.finish_reason is None:
             continue
-        if isinstance(tag, _Answer):
+        if isinstance(tag, Answer):
             answering -= 1
-            tag.begin(row, sampling)
-            ready.append(tag.continuations(greedy, sampling))
+            tag.row = row
+            if row.error is None:
+                tag.begin(row)
+            ready.append(tag.continuations(greedy))
         else:
+            tag.answer.missing -= 1
             tag.answer.add(tag, row)
-        answer = tag if isinstance(tag, _Answer) else tag.answer
+        answer = tag if isinstance(tag, Answer) else tag.answer
         if not answer.missing:
             store.write(answer.record, answer.result())
             yield store.done
 
 
 def _requests(
-    engine: Engine, questions: Sequence[Question], store: Store, greedy: CalibratedSampler
+    engine: Engine,
+    questions: Sequence[Question],
+    store: Store,
+    greedy: CalibratedSampler,
+    make: Callable[[Question, Record], Answer],
 ) -> Iterator[Request]:
     """The requests of the greedy answers that are missing in the store."""
     for number, question in enumerate(questions, 1):
@@ -106,7 +117,7 @@ def _requests(
             row_id=name.encode("utf-8", "backslashreplace").decode(),
             eos_ids=question.ends,
             stop=question.task.stop,
-            tag=_Answer(question, record),
+            tag=make(question, record),
         )
         try:
             engine.check(request)
@@ -116,100 +127,140 @@ def _requests(
         yield request
 
 
-@dataclass(frozen=True)
-class _Continuation:
-    """The tag of a row that continues an answer with another token at an index."""
+@dataclass(eq=False)
+class Answer:
+    """A greedy answer and the outcomes of its continuations. It is the tag of the answer's request.
 
-    answer: _Answer
+    Attributes:
+        row: the finished answer, None before that.
+        missing: number of continuations that have not ended.
+    """
+
+    question: Question
+    record: Record
+    row: Row | None = field(default=None, kw_only=True)
+    missing: int = field(default=0, kw_only=True)
+
+    @abstractmethod
+    def begin(self, row: Row) -> None:
+        """Takes the finished answer, unless it failed. Sets `missing`."""
+        ...
+
+    @abstractmethod
+    def continuations(self, greedy: CalibratedSampler) -> Iterator[Request]:
+        """Yields the rows of all continuations, whose tags are `Continuation`s."""
+        ...
+
+    @abstractmethod
+    def add(self, tag: Any, row: Row) -> None:
+        """Takes a finished continuation."""
+        ...
+
+    @abstractmethod
+    def result(self) -> dict[str, Any]:
+        """Returns the stored result, after the last continuation."""
+        ...
+
+    def read(self, text: str) -> tuple[str | None, float]:
+        """Returns the answer in a text, and its score."""
+        task, item = self.question.task, self.question.item
+        with user_code(f"task '{task.name}': item {item.id!r}"):
+            found = task.extract(item, text)
+            return found, task.score(item, found)
+
+    def continue_from(
+        self,
+        index: int,
+        forced: Sequence[int],
+        sampler: CalibratedSampler,
+        tag: Continuation,
+        name: str,
+        seed: int = 0,
+        extra: int = 0,
+    ) -> Request:
+        """Returns the row that keeps the first `index` tokens of the answer, continues with the
+        `forced` tokens, and has `extra` tokens more than the answer's budget. Its random numbers
+        are a function of the seed, the item and the name."""
+        assert self.row is not None
+        asked = self.row.request
+        return Request(
+            asked.prompt,
+            sampler,
+            max_new_tokens=asked.max_new_tokens + extra,
+            row_id=f"{asked.row_id}/{name}",
+            seed=seed,
+            eos_ids=asked.eos_ids,
+            stop=asked.stop,
+            tag=tag,
+            prefix=[(token, False) for token in self.row.tokens[:index]],
+            forced=forced,
+        )
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """The tag of a row that continues an answer from an index."""
+
+    answer: Answer
     index: int
+
+
+@dataclass(frozen=True)
+class _Alternative(Continuation):
+    """The tag of a row that has another token at the index."""
+
     token_id: int
     sampled: bool
 
 
 @dataclass(eq=False)
-class _Answer:
-    """A greedy answer and the outcomes of its continuations. It is the tag of the answer's request.
+class ForkedAnswer(Answer):
+    """A greedy answer whose tokens are replaced.
 
     Attributes:
-        is_sampled: whether alternatives are sampled.
-        missing: number of continuations that have not ended.
         alternatives: of each token, ids with probabilities; empty without continuations to sample.
         flips: of each token, the answer and the score if the other token is forced.
         sampled: of each token and alternative, counts of the outcomes.
         failed: indices of tokens with a continuation that failed.
     """
 
-    question: Question
-    record: Record
-    row: Row | None = None
-    is_sampled: bool = False
-    missing: int = 0
+    sampling: Sampling
     alternatives: list[dict[int, float]] = field(default_factory=list)
     flips: dict[int, tuple[str | None, float]] = field(default_factory=dict)
     sampled: dict[tuple[int, int], Counter[str | None]] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
 
-    def begin(self, row: Row, sampling: Sampling) -> None:
-        """Takes the finished answer."""
-        self.row = row
-        if row.error is not None:
-            return
-        self.is_sampled = sampling.number > 0
+    def begin(self, row: Row) -> None:
+        number = self.sampling.number
         never = set(row.request.sampler.settings.unwritable.tolist())
         for token in row.tokens:
             chances = {i: p for i, _, p in token.top or () if p >= LEAST and i not in never}
-            self.alternatives.append(chances if self.is_sampled and len(chances) > 1 else {})
-        self.missing = len(row.tokens) + sampling.number * sum(map(len, self.alternatives))
+            self.alternatives.append(chances if number and len(chances) > 1 else {})
+        self.missing = len(row.tokens) + number * sum(map(len, self.alternatives))
 
-    def continuations(self, greedy: CalibratedSampler, sampling: Sampling) -> Iterator[Request]:
+    def continuations(self, greedy: CalibratedSampler) -> Iterator[Request]:
         """Yields the rows of all continuations, from the last token to the first: then each row's
         text, without its forced token, is in the cache of an earlier row."""
         assert self.row is not None
         for index in reversed(range(len(self.row.tokens) if self.missing else 0)):
             other = _other(self.row.tokens[index])
-            yield self._continue(index, other, greedy, "other", 0)
+            tag = _Alternative(self, index, other, sampled=False)
+            yield self.continue_from(index, [other], greedy, tag, f"{index}/{other}/other")
             for token_id in self.alternatives[index]:
-                for number in range(sampling.number):
-                    yield self._continue(
-                        index, token_id, sampling.sampler, str(number), sampling.seed
-                    )
+                tag = _Alternative(self, index, token_id, sampled=True)
+                for number in range(self.sampling.number):
+                    name = f"{index}/{token_id}/{number}"
+                    given = self.sampling.sampler, tag, name, self.sampling.seed
+                    yield self.continue_from(index, [token_id], *given)
 
-    def _continue(
-        self, index: int, token_id: int, sampler: CalibratedSampler, name: str, seed: int
-    ) -> Request:
-        """The row that has another token at an index. Its random numbers are a function of the
-        seed, the item, the index, the token and the name."""
-        assert self.row is not None
-        asked = self.row.request
-        return Request(
-            asked.prompt,
-            sampler,
-            max_new_tokens=asked.max_new_tokens,
-            row_id=f"{asked.row_id}/{index}/{token_id}/{name}",
-            seed=seed,
-            eos_ids=asked.eos_ids,
-            stop=asked.stop,
-            tag=_Continuation(self, index, token_id, name != "other"),
-            prefix=[(token, False) for token in self.row.tokens[:index]],
-            forced=[token_id],
-        )
-
-    def add(self, tag: _Continuation, row: Row) -> None:
-        """Takes a finished continuation."""
-        self.missing -= 1
+    def add(self, tag: _Alternative, row: Row) -> None:
         if row.error is not None:
             self.failed.add(tag.index)
         elif tag.sampled:
             place = tag.index, tag.token_id
-            self.sampled.setdefault(place, Counter())[self._read(row.text)[0]] += 1
+            self.sampled.setdefault(place, Counter())[self.read(row.text)[0]] += 1
         else:
-            self.flips[tag.index] = self._read(row.text)
-
-    def _read(self, text: str) -> tuple[str | None, float]:
-        task, item = self.question.task, self.question.item
-        with user_code(f"task '{task.name}': item {item.id!r}"):
-            found = task.extract(item, text)
-            return found, task.score(item, found)
+            self.flips[tag.index] = self.read(row.text)
 
     def result(self) -> dict[str, Any]:
         """The measures and labels of each token, as columns. `alternatives` has, of each token, the
@@ -219,7 +270,7 @@ class _Answer:
         task = self.question.task
         if self.row.error is not None:
             return {"task": task.name, "error": self.row.error}
-        answer, score = self._read(self.row.text)
+        answer, score = self.read(self.row.text)
         kept = [index for index in range(len(self.row.tokens)) if index not in self.failed]
         tokens = [self.row.tokens[index] for index in kept]
         tops = [token.top or [] for token in tokens]
@@ -234,7 +285,7 @@ class _Answer:
             **{name: [getattr(token, name) for token in tokens] for name in MEASURES},
             "heads": [_heads(token) for token in tokens],
         }
-        if self.is_sampled:
+        if self.sampling.number:
             columns |= self._outcomes(kept)
         return {"task": task.name, "answer": answer, "score": score, **columns}
 

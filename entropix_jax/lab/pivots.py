@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -115,7 +116,7 @@ def _measure(arguments: Arguments, tasks: Sequence[Task], sampler: Sampler, fold
     from entropix_jax.engine.calibrated import calibrate_sampler
     from entropix_jax.engine.loop import Engine
     from entropix_jax.host.interrupts import deferred_interrupts
-    from entropix_jax.lab.outcomes import RECORDING, Sampling, measure
+    from entropix_jax.lab.outcomes import RECORDING, ForkedAnswer, Sampling, measure
     from entropix_jax.lab.trials import read_questions
 
     model = arguments.load(model_name(arguments.model))
@@ -125,6 +126,7 @@ def _measure(arguments: Arguments, tasks: Sequence[Task], sampler: Sampler, fold
         for question in read_questions(model, task, "test", arguments.items, arguments.tokens)
     ]
     sampling = Sampling(arguments.outcomes, calibrate_sampler(sampler, model), arguments.seed)
+    make = partial(ForkedAnswer, sampling=sampling)
     identity: dict[str, Any] = {
         "run": "pivots",
         "model": model.fingerprint,
@@ -144,7 +146,7 @@ def _measure(arguments: Arguments, tasks: Sequence[Task], sampler: Sampler, fold
         deferred_interrupts(engine.stop, (signal.SIGINT, signal.SIGTERM)) as pressed,
         show_waits(status := StatusLine(), lambda: engine.programs),
     ):
-        for done in measure(model, engine, questions, store, sampling):
+        for done in measure(model, engine, questions, store, make):
             status.show(f"{done} of {len(questions)} answers")
         if pressed:
             print("interrupted: run the same command again to continue", file=sys.stderr)

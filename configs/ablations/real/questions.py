@@ -1,12 +1,15 @@
 """Simple questions of this project's own, as tasks: open, multiple choice, yes or no."""
 
+import csv
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from entropix_jax.errors import UserError
+from entropix_jax.host.files import read_text
 from entropix_jax.lab.tasks.files import FileTask, read_values
+from entropix_jax.lab.tasks.published import QUESTIONS as EXAMPLES
 from entropix_jax.lab.tasks.published import NqOpen, ask_after
 from entropix_jax.lab.tasks.task import Item, Split
 
@@ -42,6 +45,21 @@ class FirstQuestions(Questions):
     def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
         for item in self.read(chat=chat):
             yield replace(item, prompt=item.prompt[-1:]) if chat else item
+
+
+class LookupFacts(Questions):
+    """Questions from CSV whose answers a lookup finds in the same file: columns question, key,
+    value, and answer with `|` between several. Without examples in a chat. Half are for tuning."""
+
+    name = "lookup-facts"
+    tuning_share = 2
+
+    def read(self, *, chat: bool) -> Iterator[Item]:
+        rows = csv.DictReader(read_text(self.path).splitlines())
+        for number, row in enumerate(rows, 1):
+            prompt = ask_after(() if chat else EXAMPLES, row["question"], chat=chat)
+            accepted = tuple(row["answer"].split("|"))
+            yield Item(f"{self.name}-{number}", prompt, "", accepted=accepted)
 
 
 class Choices(FileTask):
@@ -132,3 +150,4 @@ FRESH = FreshQuestions(_HERE / "easy.jsonl")
 FIRST = FirstQuestions(_HERE / "first.jsonl")
 CHOICES = Choices(_HERE / "choices.jsonl")
 YES_NO = YesNo(_HERE / "yes-no.jsonl")
+LOOKUP_FACTS = LookupFacts(_HERE / "facts.csv")

@@ -11,8 +11,6 @@ from entropix_jax.errors import UserError
 from entropix_jax.host.files import read_text
 from entropix_jax.lab.tasks.task import Item, Split, Task, check_split
 
-_TUNING_SHARE = 4  # one item in this many is for tuning
-
 
 def read_values(path: Path) -> Iterator[tuple[int, Any]]:
     """Yields the values of a file of JSON Lines or of one JSON list, each with its number: the line
@@ -35,16 +33,16 @@ def _parse(text: str, where: str) -> Any:
         raise UserError(f"{where}: not JSON: {error}") from None
 
 
-def split_items(items: Iterable[Item], split: Split) -> list[Item]:
-    """The items of one split, a quarter for `tuning` and the rest for `test`, in the order of a
-    hash of their ids: every prefix is a fair sample."""
+def split_items(items: Iterable[Item], split: Split, share: int = 4) -> list[Item]:
+    """The items of one split, one in `share` for `tuning` and the rest for `test`, in the order of
+    a hash of their ids: every prefix is a fair sample."""
 
     def rank(item: Item) -> bytes:
         return blake2b(item.id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
     ordered = sorted(items, key=rank)
-    quarter = len(ordered) // _TUNING_SHARE
-    return ordered[:quarter] if split == "tuning" else ordered[quarter:]
+    end = len(ordered) // share
+    return ordered[:end] if split == "tuning" else ordered[end:]
 
 
 class FileTask(Task):
@@ -52,9 +50,11 @@ class FileTask(Task):
 
     Attributes:
         published: the file's name as it is published.
+        tuning_share: one item in this many is for tuning.
     """
 
     published: str
+    tuning_share = 4
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,7 +73,7 @@ class FileTask(Task):
             if item.id in seen:
                 raise UserError(f"{self.path}: two entries have the id {item.id!r}")
             seen.add(item.id)
-        yield from split_items(items, split)
+        yield from split_items(items, split, self.tuning_share)
 
 
 class JsonTask(FileTask):
