@@ -63,7 +63,9 @@ class Arguments:
     trace_top: options.Count = 0
     """Record this many of the most likely tokens at each position of the trace."""
     trace_layers: bool = False
-    """Record the attention entropy of each layer and head at each position of the trace."""
+    """Record the attention entropy and varentropy of each layer and head at each position."""
+    trace_attention: bool = False
+    """Record the five positions that each of the three sharpest heads attends to most."""
     report: Annotated[str | None, "FILE.html"] = None
     """Write a web page of the run. By default it has the five most likely tokens and all layers."""
 
@@ -101,7 +103,7 @@ def run(arguments: Arguments) -> int:
         calibrated,
         **arguments.text.values(),
         samples=arguments.samples,
-        recording=Recording(top=top, layers=layers),
+        recording=Recording(top=top, layers=layers, attention=arguments.trace_attention),
         ask=_ask_on_terminal(arguments, status),
     )
     if arguments.method is not None:
@@ -167,12 +169,15 @@ def _check(arguments: Arguments) -> None:
         check_range("--forks", arguments.forks, 1, MAX_FORKS)
         alone = (arguments.samples > 1, arguments.trace, arguments.report, arguments.ask)
         if any(alone) or arguments.verbose:
-            raise UserError("--method excludes --samples, --trace, --report, --ask, --verbose")
+            names = "--samples, --trace, --report, --ask, --verbose"
+            raise UserError(f"--method excludes {names}")
     if arguments.ask and (arguments.samples > 1 or arguments.format == "json"):
         raise UserError("--ask needs one sample and --format text")
     traced = arguments.trace or arguments.report
-    if (arguments.trace_top or arguments.trace_layers) and not traced:
-        raise UserError("--trace-top and --trace-layers need --trace FILE or --report FILE.html")
+    parts = arguments.trace_top, arguments.trace_layers, arguments.trace_attention
+    if any(parts) and not traced:
+        names = "--trace-top, --trace-layers and --trace-attention"
+        raise UserError(f"{names} need --trace FILE or --report FILE.html")
 
 
 def _read_prompt(arguments: Arguments) -> Any:

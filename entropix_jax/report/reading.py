@@ -43,6 +43,8 @@ _TOKEN = {
     "top?": [(int, str, float)],
     "branches?": [{"tokens": list, "text": str, "chosen": bool, "score?": float}],
     "layers?": [[float]],
+    "layers_varentropy?": [[float]],
+    "attention?": [{"layer": int, "head": int, "to": [(int, str, float)]}],
     "chosen?": bool,
 }
 _ROW = {
