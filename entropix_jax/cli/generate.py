@@ -66,6 +66,8 @@ class Arguments:
     """Record the attention entropy and varentropy of each layer and head at each position."""
     trace_attention: bool = False
     """Record the five positions that each of the three sharpest heads attends to most."""
+    plane: bool = False
+    """Print the plane of entropy and varentropy with a sign for each token at the end."""
     report: Annotated[str | None, "FILE.html"] = None
     """Write a web page of the run. By default it has the five most likely tokens and all layers."""
 
@@ -168,8 +170,8 @@ def _check(arguments: Arguments) -> None:
         find_method(arguments.method)
         check_range("--forks", arguments.forks, 1, MAX_FORKS)
         alone = (arguments.samples > 1, arguments.trace, arguments.report, arguments.ask)
-        if any(alone) or arguments.verbose:
-            names = "--samples, --trace, --report, --ask, --verbose"
+        if any(alone) or arguments.verbose or arguments.plane:
+            names = "--samples, --trace, --report, --ask, --verbose, --plane"
             raise UserError(f"--method excludes {names}")
     if arguments.ask and (arguments.samples > 1 or arguments.format == "json"):
         raise UserError("--ask needs one sample and --format text")
@@ -275,6 +277,16 @@ def _run(
         types = rows.header["precision"]
         line = f"weights {types['weights']}, hidden states {types['activations']}"
         print(line, file=sys.stderr)
+    if arguments.plane:
+        from rich.console import Console
+
+        from entropix_jax.cli.plane import draw_plane
+
+        console = Console(stderr=True, highlight=False)
+        tokens = [token for row in rows for token in row.tokens]
+        used = rows[0].request.sampler
+        plane = draw_plane(tokens, used.values, used.calibration, console.width)
+        console.print(plane, soft_wrap=True)
     print(summary(rows, speed.value), file=sys.stderr)
     if errors := {i: row.error for i, row in enumerate(rows) if row.error is not None}:
         messages = [f"row {i}: {e}" if len(rows) > 1 else e for i, e in errors.items()]
