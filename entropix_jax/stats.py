@@ -15,6 +15,16 @@ _LANES = 128  # of a TPU's registers; any vector of a CPU's divides it
 
 
 @struct.dataclass
+class AttnLooks:
+    """The positions that some heads of each row attend to most, see `attention_looks`."""
+
+    layer: jax.Array  # int32 [B, 3]
+    head: jax.Array  # int32 [B, 3]
+    positions: jax.Array  # int32 [B, 3, 5], by falling weight
+    weights: jax.Array  # float32 [B, 3, 5], 0 where there are fewer keys
+
+
+@struct.dataclass
 class AttnStats:
     """Statistics of the attention of each row's last position, over its `n` valid keys only.
 
@@ -26,6 +36,7 @@ class AttnStats:
     divergence: jax.Array  # [B, L] mean over heads of sum_j |a_j - mean over heads of a_j|
     interaction: jax.Array  # [B, L] mean of |s| over heads and valid keys
     keys: jax.Array  # float32 [B], n
+    looks: AttnLooks | None = None  # None unless requested
 
 
 def entropy_and_varentropy(log_probs: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -65,7 +65,11 @@ class Arguments:
     trace_top: options.Count = 0
     """Record this many of the most likely tokens at each position of the trace."""
     trace_layers: bool = False
-    """Record the attention entropy of each layer and head at each position of the trace."""
+    """Record the attention entropy and varentropy of each layer and head at each position."""
+    trace_attention: bool = False
+    """Record the five positions that each of the three sharpest heads attends to most."""
+    plane: bool = False
+    """Print the plane of entropy and varentropy with a sign for each token at the end."""
     report: Annotated[str | None, "FILE.html"] = None
     """Write a web page of the run. By default it has the five most likely tokens and all layers."""
 
@@ -105,7 +109,7 @@ def run(arguments: Arguments) -> int:
         calibrated,
         **arguments.text.values(),
         samples=arguments.samples,
-        recording=Recording(top=top, layers=layers),
+        recording=Recording(top=top, layers=layers, attention=arguments.trace_attention),
         lookup=lookup,
         ask=asker(status) if arguments.ask and can_ask() else None,
     )
@@ -171,13 +175,16 @@ def _check(arguments: Arguments) -> None:
         find_method(arguments.method)
         check_range("--forks", arguments.forks, 1, MAX_FORKS)
         alone = (arguments.samples > 1, arguments.trace, arguments.report, arguments.ask)
-        if any(alone) or arguments.verbose:
-            raise UserError("--method excludes --samples, --trace, --report, --ask, --verbose")
+        if any(alone) or arguments.verbose or arguments.plane:
+            names = "--samples, --trace, --report, --ask, --verbose, --plane"
+            raise UserError(f"--method excludes {names}")
     if arguments.ask and (arguments.samples > 1 or arguments.format == "json"):
         raise UserError("--ask needs one sample and --format text")
     traced = arguments.trace or arguments.report
-    if (arguments.trace_top or arguments.trace_layers) and not traced:
-        raise UserError("--trace-top and --trace-layers need --trace FILE or --report FILE.html")
+    parts = arguments.trace_top, arguments.trace_layers, arguments.trace_attention
+    if any(parts) and not traced:
+        names = "--trace-top, --trace-layers and --trace-attention"
+        raise UserError(f"{names} need --trace FILE or --report FILE.html")
 
 
 def _read_prompt(arguments: Arguments) -> Any:
@@ -259,6 +266,16 @@ def _run(
         types = rows.header["precision"]
         line = f"weights {types['weights']}, hidden states {types['activations']}"
         print(line, file=sys.stderr)
+    if arguments.plane:
+        from rich.console import Console
+
+        from entropix_jax.cli.plane import draw_plane
+
+        console = Console(stderr=True, highlight=False)
+        tokens = [token for row in rows for token in row.tokens]
+        used = rows[0].request.sampler
+        plane = draw_plane(tokens, used.values, used.calibration, console.width)
+        console.print(plane, soft_wrap=True)
     print(summary(rows, speed.value), file=sys.stderr)
     if errors := {i: row.error for i, row in enumerate(rows) if row.error is not None}:
         messages = [f"row {i}: {e}" if len(rows) > 1 else e for i, e in errors.items()]

@@ -44,6 +44,7 @@ _MARKS = {
     "inject": ("underline", "helv", "thought"),
     "clarify": ("underline", "hehv", "question to you"),
     "backspace": ("reverse", "hehv", "after a step back"),
+    "lookup": ("underline", "mid", "looked up"),
 }
 # Actions of arms in the legend, which shows the name of any other arm.
 _DOES = {
@@ -287,8 +288,8 @@ def ask_person(row: int, texts: Sequence[str]) -> int | None:
 
 
 def summary(rows: "Sequence[Row]", speed: float, *more: str) -> str:
-    """Returns tokens, speed (tokens per second, 0 if unknown), forks, thoughts and steps back, the
-    finish reasons, the share of each regime, and `more`. On a terminal lines fit its width."""
+    """Returns tokens, speed (tokens per second, 0 if unknown), the counts of `_count`, the finish
+    reasons, the share of each regime, and `more`. On a terminal lines fit its width."""
     tokens = [token for row in rows for token in row.tokens]
     regimes = Counter(token.regime for token in tokens)
     reasons = dict.fromkeys(row.finish_reason or "running" for row in rows)
@@ -306,13 +307,14 @@ def summary(rows: "Sequence[Row]", speed: float, *more: str) -> str:
 
 
 def _count(rows: "Sequence[Row]") -> Counter[str]:
-    """Returns the number of forks, thoughts, lookups and steps back. A thought of several tokens is
-    one."""
+    """Returns the number of forks, thoughts, lookups, questions and steps back. A thought of several
+    tokens is one."""
     counts: Counter[str] = Counter()
     for row in rows:
         actions = [token.action for token in row.tokens]
         counts["fork"] += sum(len(token.branches or ()) > 1 for token in row.tokens)
-        counts["thought"] += sum(a == "inject" != before for before, a in pairwise(["", *actions]))
+        for action, noun in (("inject", "thought"), ("clarify", "question")):
+            counts[noun] += sum(a == action != b for b, a in pairwise(["", *actions]))
         counts["lookup"] += row.lookups
         counts["step back"] += actions.count("backspace")
     return +counts

@@ -57,8 +57,9 @@ def decode_step(
     # The model reads each row's last token, and the sampler chooses the next one.
     before, running = state, state.running
     last = jnp.take_along_axis(state.history, state.cache.length[:, None], axis=1)
+    window, looks = program.window, program.recording.attention
     hidden, stats, cache = forward(
-        params, config, last, running.astype(jnp.int32), state.cache, window=program.window
+        params, config, last, running.astype(jnp.int32), state.cache, window=window, looks=looks
     )
     logits = unembed(params, hidden[:, 0])
     view = view_rows(state, config.vocab_size)
@@ -97,7 +98,7 @@ def decode_step(
         forwards=jnp.where(joined.joins, state.forwards, forwards),
         choice=choice,
         tally=state.sampler.tally if program.recording.state else None,
-        extras=extras_of(logits, stats, program.recording),
+        extras=extras_of(logits, stats, program.recording, before.history),
         rewinds=step.rewinds,
         settled=jnp.where(joined.joins, state.cache.length + 1, step.settled),
         status=jnp.where(joined.joins, state.status, status),

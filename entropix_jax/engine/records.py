@@ -155,8 +155,8 @@ def measured(
 
 
 def extras_fields(extras: Extras, recording: Recording, decode: Decode) -> dict[str, list[Any]]:
-    """The fields `top` and `layers` of n tokens' records, where they are recorded; the fields of
-    `extras` are [n, ...]."""
+    """The optional fields of n tokens' records, where they are recorded; the fields of `extras` are
+    [n, ...]."""
     fields: dict[str, list[Any]] = {}
     if recording.top:
         pairs = zip(plain(extras.top_ids), plain(extras.top_probs), strict=True)
@@ -164,8 +164,25 @@ def extras_fields(extras: Extras, recording: Recording, decode: Decode) -> dict[
             [(i, decode([i]), p) for i, p in zip(ids, probs, strict=True)] for ids, probs in pairs
         ]
     if recording.layers:
-        fields["layers"] = [*extras.layers] if recording.raw_layers else plain(extras.layers)
+        for name in ("layers", "layers_varentropy"):
+            values = getattr(extras, name)
+            fields[name] = [*values] if recording.raw_layers else plain(values)
+    if extras.looks is not None:
+        looks = extras.looks
+        columns = looks.layer, looks.head, looks.positions, extras.looked, looks.weights
+        fields["attention"] = [
+            [_look(decode, *head) for head in zip(*token, strict=True)]
+            for token in zip(*map(plain, columns), strict=True)
+        ]
     return fields
+
+
+def _look(
+    decode: Decode, layer: int, head: int, at: list[int], ids: list[int], weights: list[float]
+) -> dict[str, Any]:
+    """Where a head looks: positions with their tokens' texts and weights."""
+    places = zip(at, ids, weights, strict=True)
+    return {"layer": layer, "head": head, "to": [(i, decode([t]), w) for i, t, w in places if w]}
 
 
 def check_recording(model: LanguageModel, recording: Recording | None) -> Recording:

@@ -44,13 +44,14 @@ class ScoredToken(MeasuredToken):
     """One token of a given text.
 
     `context` is the number of tokens before it that the model saw. `top`, [token id, text,
-    probability] of the most likely tokens, and `layers`, the attention entropy of each layer and
-    head, are None unless recorded.
+    probability] of the most likely tokens, and `layers` and `layers_varentropy`, the attention
+    entropy and varentropy of each layer and head, are None unless recorded.
     """
 
     context: int
     top: list[tuple[int, str, float]] | None = None
     layers: list[list[float]] | None = None
+    layers_varentropy: list[list[float]] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the object of a line of JSON."""

@@ -10,7 +10,7 @@ from flax import struct
 from entropix_jax.model.cache import KVCache
 from entropix_jax.sampler.settings import Parts, SamplerSettings
 from entropix_jax.sampler.state import Choice, RowView, SamplerState, Step, Tally
-from entropix_jax.stats import AttnStats, top
+from entropix_jax.stats import AttnLooks, AttnStats, top
 
 # Status of a row. All but RUNNING say why it does not run.
 RUNNING = 0
@@ -83,12 +83,14 @@ class Recording:
     """The optional parts of a step's record; static."""
 
     top: int = 0  # how many of the most likely tokens, with their probabilities
-    layers: bool = False  # the attention entropy of each layer and head
+    layers: bool = False  # the attention entropy and varentropy of each layer and head
     # The tally after each token, from which `Engine.fork` and `rewind` continue, without the trail.
     state: bool = False
     # Layers stay arrays, which `TokenRecord.to_json` makes plain: that takes longer than a step's
     # other records, and may never be needed.
     raw_layers: bool = False
+    # The positions that three heads attend to, of generated tokens only.
+    attention: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,10 @@ class Extras:
     top_ids: jax.Array  # int32 [B, recording.top]
     top_probs: jax.Array  # float32 [B, recording.top]
     layers: jax.Array  # float32 [B, L, N] bits
+    # None where they are not recorded:
+    layers_varentropy: jax.Array | None = None  # float32 [B, L, N] bits^2
+    looks: AttnLooks | None = None
+    looked: jax.Array | None = None  # int32 [B, 3, 5], the tokens at the positions of `looks`
 
 
 @struct.dataclass
@@ -144,15 +150,24 @@ class StepRecord:
     joined: ForkEnd
 
 
-def extras_of(logits: jax.Array, stats: AttnStats, recording: Recording) -> Extras:
+def extras_of(
+    logits: jax.Array, stats: AttnStats, recording: Recording, history: jax.Array | None = None
+) -> Extras:
     """Returns the optional records of `logits[B, V]`, float32, and the attention; the most likely
-    tokens in falling order. `recording` is static."""
+    tokens in falling order. `recording` is static, `history[B, S]` the tokens that were read."""
     batch = logits.shape[0]
     top_probs, top_ids = jnp.zeros((batch, 0), jnp.float32), jnp.zeros((batch, 0), jnp.int32)
     if recording.top:
         top_probs, top_ids = top(jax.nn.softmax(logits, axis=-1), recording.top)
     layers = stats.entropy if recording.layers else jnp.zeros((batch, 0, 0), jnp.float32)
-    return Extras(top_ids=top_ids, top_probs=top_probs, layers=layers)
+    extras = Extras(top_ids=top_ids, top_probs=top_probs, layers=layers)
+    if recording.layers:
+        extras = replace(extras, layers_varentropy=stats.varentropy)
+    if stats.looks is not None and history is not None:
+        at = stats.looks.positions.reshape(batch, -1)
+        looked = jnp.take_along_axis(history, at, axis=1).reshape(stats.looks.positions.shape)
+        extras = replace(extras, looks=stats.looks, looked=looked)
+    return extras
 
 
 def status_after(remaining: jax.Array, token: jax.Array, eos_ids: jax.Array) -> jax.Array:

@@ -37,7 +37,8 @@ class BranchRecord:
 _ORDER = """row position context token_id text regime action logprob entropy varentropy
     sequence_varentropy attn_entropy attn_entropy_norm attn_varentropy agreement agreement_published
     interaction_strength confidence token_confidence self_certainty max_prob temperature top_k top_p
-    min_p forwards loop top branches layers ambiguous intents chosen""".split()
+    min_p forwards loop top branches layers layers_varentropy attention ambiguous
+    intents chosen""".split()
 
 
 @dataclass(slots=True)
@@ -79,9 +80,10 @@ class TokenRecord(MeasuredToken):
     """One committed token.
 
     `forwards` counts the token positions of the row that were evaluated beyond its prompt when the
-    token was chosen. `top`, [token id, text, probability] of the most likely tokens, and `layers`,
-    the attention entropy of each layer and head, in lists or as float32 [L, N] (see
-    `Recording.raw_layers`), are None unless recorded. `branches`, all branches that were
+    token was chosen. `top`, [token id, text, probability] of the most likely tokens, `layers` and
+    `layers_varentropy`, the attention entropy and varentropy of each layer and head, in lists or as
+    float32 [L, N] (see `Recording.raw_layers`), and `attention`, the positions that three heads
+    attend to most, are None unless recorded. `branches`, all branches that were
     rolled out, and `ambiguous`, whether the two best scores were within the margin and their texts
     differ, are None except on the first token of a branch. `intents` is the entropy over the
     branches' intents in bits, None except on the first token after a fork of `clarify`. `chosen` is
@@ -104,6 +106,8 @@ class TokenRecord(MeasuredToken):
     ambiguous: bool | None = None
     intents: float | None = None
     chosen: bool | None = None
+    layers_varentropy: list[list[float]] | np.ndarray | None = None
+    attention: list[dict[str, Any]] | None = None
     state: Tally | None = field(default=None, compare=False, repr=False)
 
     def to_json(self, *, retracted: bool = False, without: Collection[str] = ()) -> dict[str, Any]:
@@ -112,8 +116,9 @@ class TokenRecord(MeasuredToken):
         values = self.present(without)
         if "branches" in values:
             values["branches"] = [asdict(branch) for branch in values["branches"]]
-        if isinstance(values.get("layers"), np.ndarray):
-            values["layers"] = plain(values["layers"])
+        for name, value in values.items():
+            if isinstance(value, np.ndarray):
+                values[name] = plain(value)
         return {"type": "retracted" if retracted else "token", **values}
 
 

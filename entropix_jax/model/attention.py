@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from entropix_jax.platforms import for_platform
-from entropix_jax.stats import AttnStats, entropy_and_varentropy, sum_last
+from entropix_jax.stats import AttnLooks, AttnStats, entropy_and_varentropy, sum_last, top
 
 # From this many new tokens on, a CPU uses the other devices' form for scores: half the time for a
 # prompt of 512, with the same digits.
@@ -20,6 +20,8 @@ _BLOCK = 128  # tokens
 _NEAR = 4096
 # Scales the sum of scores down so that it cannot overflow; a power of two, which is exact.
 _TINY = 2.0**-32
+_HEADS, _POSITIONS = 3, 5  # of `AttnLooks`
+_SINK = 0.5  # weight of the first position from which a head attends to no text
 
 
 def attend(
@@ -120,12 +122,13 @@ def _mix_in_blocks(
     return mixed.transpose(2, 1, 3, 0, 4).reshape(batch, tokens, heads * head_dim)
 
 
-def attention_stats(scores: jax.Array, valid: jax.Array) -> AttnStats:
+def attention_stats(scores: jax.Array, valid: jax.Array, *, looks: bool = False) -> AttnStats:
     """Computes statistics of the attention of one position of each row.
 
     Args:
         scores: float32 [B, L, N, S], scaled.
         valid: bool [B, S], the mask of valid keys; at least one in each row.
+        looks: static; adds `AttnLooks`.
     """
     batch, _, heads, keys = scores.shape
     chex.assert_shape(valid, (batch, keys))
@@ -143,7 +146,29 @@ def attention_stats(scores: jax.Array, valid: jax.Array) -> AttnStats:
         (entropy, varentropy, divergence, strength)
     )
     interaction = jnp.sum(strength, axis=-1) / (heads * n[:, None]) / _TINY
-    return AttnStats(entropy, varentropy, jnp.mean(divergence, axis=-1), interaction, keys=n)
+    looked = attention_looks(weights, entropy) if looks else None
+    return AttnStats(entropy, varentropy, jnp.mean(divergence, axis=-1), interaction, n, looked)
+
+
+def attention_looks(weights: jax.Array, entropy: jax.Array) -> AttnLooks:
+    """Returns the 5 positions with the highest weights of the 3 heads with the lowest entropy.
+
+    The heads are those of the upper half of the layers, since lower ones mostly attend to
+    neighbours. Heads with most of their weight on the first position come last.
+
+    Args:
+        weights: float32 [B, L, N, S].
+        entropy: float32 [B, L, N], bits.
+    """
+    batch, layers, heads, keys = weights.shape
+    skipped = layers // 2
+    weights, entropy = weights[:, skipped:], entropy[:, skipped:]
+    sharp = jnp.where(weights[..., 0] > _SINK, -jnp.inf, -entropy).reshape(batch, -1)
+    _, chosen = top(sharp, min(_HEADS, sharp.shape[1]))
+    flat = weights.reshape(batch, -1, keys)
+    own = jnp.take_along_axis(flat, chosen[:, :, None], axis=1)
+    most, positions = top(own, min(_POSITIONS, keys))
+    return AttnLooks(skipped + chosen // heads, chosen % heads, positions, most)
 
 
 def join_layers(parts: list[AttnStats]) -> AttnStats:

@@ -39,6 +39,7 @@ def forward(
     *,
     window: int,
     every: bool = False,
+    looks: bool = False,
 ) -> tuple[jax.Array, AttnStats, KVCache]:
     """Runs new tokens of each row through the model, appending to the cache.
 
@@ -52,6 +53,7 @@ def forward(
         window: static; only positions below it are read, so that the cost follows the rows' lengths
             and not the capacity. Requires `length + count <= window`.
         every: static; statistics of all positions instead of each row's last real one.
+        looks: static; the statistics have `looks`, without `every` only.
 
     Returns:
         The final hidden states [B, T, D], the statistics (B rows, or B*T with `every`), and the
@@ -112,7 +114,7 @@ def forward(
     if every:
         stats = join_layers(attended)
     else:
-        stats = attention_stats(jnp.stack(attended, axis=1), visible)
+        stats = attention_stats(jnp.stack(attended, axis=1), visible, looks=looks)
     keys, values = zip(*kept, strict=True)
     cache = replace(cache, keys=keys, values=values, length=length)
     return hidden.reshape(*tokens.shape, config.width), stats, cache

@@ -57,7 +57,8 @@ class ModelReader:
                 jnp.array([count], jnp.int32),
                 config=self._model.config,
             )
-            fields = logits, stats.entropy, stats.divergence, stats.interaction
+            heads = stats.entropy, stats.varentropy
+            fields = logits, *heads, stats.divergence, stats.interaction
             arrays = [np.asarray(field) for field in fields]
             first = max(start - at, 0)
             found += [Reading(*one) for one in zip(*(x[first:count] for x in arrays), strict=True)]

@@ -360,11 +360,14 @@ class Row(RowState):
                 both = self.same(recorded, float(p[token])), self.same(recorded, float(most[place]))
                 if not all(both) or text != self.model.decode([token]):
                     raise Doubt(line, "metrics", f"top[{place}]", recorded, float(most[place]))
-        if line["layers"] is not None:
-            heads, sizes = seen.reading.entropy, [len(layer) for layer in line["layers"]]
-            pairs = zip(chain(*line["layers"]), map(float, heads.flat), strict=False)
-            if sizes != [heads.shape[1]] * len(heads) or not all(starmap(self.same, pairs)):
-                raise Doubt(line, "metrics", "layers", line["layers"], heads.tolist())
+        reading = seen.reading
+        for name, heads in (("layers", reading.entropy), ("layers_varentropy", reading.varentropy)):
+            if (layers := line[name]) is None:
+                continue
+            pairs = zip(chain(*layers), map(float, heads.flat), strict=False)
+            is_whole = [*map(len, layers)] == [heads.shape[1]] * len(heads)
+            if not is_whole or not all(starmap(self.same, pairs)):
+                raise Doubt(line, "metrics", name, layers, heads.tolist())
 
     # Rewinds
 

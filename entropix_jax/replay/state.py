@@ -24,6 +24,7 @@ class Reading:
 
     logits: np.ndarray  # [V]
     entropy: np.ndarray  # [L, N]
+    varentropy: np.ndarray  # [L, N]
     divergence: np.ndarray  # [L]
     interaction: np.ndarray  # [L]
 

@@ -45,6 +45,8 @@ _TOKEN = {
     "branches?": [{"tokens": list, "text": str, "chosen": bool, "score?": float}],
     "layers?": [[float]],
     "intents?": float,
+    "layers_varentropy?": [[float]],
+    "attention?": [{"layer": int, "head": int, "to": [(int, str, float)]}],
     "chosen?": bool,
 }
 _ROW = {

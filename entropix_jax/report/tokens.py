@@ -17,6 +17,8 @@ STATIC = files("entropix_jax.report") / "static"
 MARKS = {
     "injected": ("thought", "injected by the sampler"),
     "branched": ("fork", "the best of several continuations"),
+    "lookup": ("result", "looked up"),
+    "clarify": ("question", "asked by the sampler"),
     "retracted": ("word", "step back: retracted, and sampled again"),
     "loop": ("word", "part of a repetition, found by the loop guard"),
     "chosen": ("word", "chosen by the reader"),
@@ -49,11 +51,14 @@ def draw(record: Mapping[str, Any], drawn: Sequence[Mapping[str, Any]]) -> dict[
     chosen, thought = bool(record.get("chosen")), _is_thought(record)
     marks_before = drawn[-1]["classes"].split() if drawn else []
     forked = len(branches) > 1 if branches else "branched" in marks_before
+    asked = {name: record["action"] == name for name in ("lookup", "clarify")}
     classes = {
         "injected": thought,
         "inject-start": thought and "injected" not in marks_before,
         "branched": record["action"] == "branch" and forked,
         "branch-start": record["action"] == "branch" and len(branches or ()) > 1,
+        **asked,
+        **{f"{name}-start": asked[name] and name not in marks_before for name in asked},
         "loop": record["loop"],
         "retracted": record["type"] == "retracted",
         "chosen": chosen,

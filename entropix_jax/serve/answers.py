@@ -18,7 +18,8 @@ from entropix_jax.serve.worker import Update
 # The API has two finish reasons. `entropix.finish_reason` is the row's own.
 _REASONS = {"eos": "stop", "stop": "stop", "confidence": "stop", "question": "stop"}
 _MIN_LOGPROB = -9999.0  # in place of minus infinity, as in the API
-_TRACE_FIELDS = {"row", "top", "layers"}  # of a token, omitted unless details are requested
+# Of a token, omitted unless details are requested.
+_TRACE_FIELDS = {"row", "top", "layers", "layers_varentropy", "attention"}
 
 AnyToken = TokenRecord | ScoredToken
 Updates = AsyncIterator[tuple[int, list[Update]]]  # each with the index of its row

@@ -70,8 +70,9 @@ class RowStore:
         if (kept := self._rows.get(row_id)) is not None:
             kept.ended = time.perf_counter()
             for token, _ in kept.row.log:
-                if isinstance(token.layers, np.ndarray):  # a view of all rows' layers
-                    token.layers = token.layers.copy()
+                for name in ("layers", "layers_varentropy"):
+                    if isinstance(value := getattr(token, name), np.ndarray):  # a view of all rows'
+                        setattr(token, name, value.copy())
             self._count(row_id)
 
     def get(self, row_id: str, *, ended: bool = False) -> KeptRow:

@@ -256,16 +256,27 @@ def test_stop_strings(command: Command) -> None:
 
 def test_options_reach_the_run(command: Command, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    recorded = ["--trace", trace, "--trace_top", 2, "--trace-layers"]
+    recorded = ["--trace", trace, "--trace_top", 2, "--trace-layers", "--trace-attention"]
     types = ["--weights", "int8", "--precision", "bfloat16"]
     options = short(*types, "--sampler", "greedy", *recorded, tokens=10**12)
     result = command(*options)
     assert " | context limit | " in result.err, "a budget beyond the model's positions"
     header, *tokens, _ = read_trace(trace)
+    texts: dict[int, str] = {}
     assert header["precision"] == {"weights": "int8", "activations": "bfloat16"}
     for token in tokens:
         assert [len(entry) for entry in token["top"]] == [3, 3]
-        assert [len(heads) for heads in token["layers"]] == [4, 4]
+        for name in ("layers", "layers_varentropy"):
+            assert [len(heads) for heads in token[name]] == [4, 4]
+        for head in token["attention"]:
+            assert (head["layer"], 0 <= head["head"] < 4) == (1, True)  # of the upper half
+            weights = [weight for _, _, weight in head["to"]]
+            assert weights == sorted(weights, reverse=True)
+            assert 0 < sum(weights) < 1.00001
+            for at, text, _ in head["to"]:
+                assert at < token["position"]
+                assert text == texts.get(at, text)
+        texts[token["position"]] = token["text"]
 
 
 # The trace.
@@ -429,7 +440,7 @@ def test_errors_of_generate(
 def test_errors_of_file_options(
     command: Command, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one_error(command(*short("--trace-layers")), "--trace-top and --trace-layers need --trace FILE")
+    one_error(command(*short("--trace-layers")), "--trace-attention need --trace FILE")
     path = workplace / "messages.json"
     before = path.read_text()
     for given, written in (("--prompt-file", "--trace"), ("--messages", "--report")):

@@ -16,6 +16,7 @@ import pytest
 from rich.color import Color, ColorSystem
 from rich.style import Style
 
+from entropix_jax.cli.plane import draw_plane
 from entropix_jax.cli.status import StatusLine, show_waits
 from entropix_jax.cli.terminal import (
     DARK,
@@ -35,6 +36,7 @@ from entropix_jax.names import REGIMES
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.browser import contrast
 from tests.support.runs import unrun
+from tests.support.samplers import CALIBRATION
 from tests.support.terminals import ESCAPE, Screen
 from tests.support.traces import record, token
 
@@ -222,6 +224,8 @@ def test_summary(terminal: Callable[..., Screen]) -> None:
     assert summary(rows, 0).startswith(
         "14 tokens | end of text | 3 forks, 3 thoughts, 3 steps back"
     )
+    asked = summary([row("mid " * 5, "lookup lookup sample lookup clarify", "question")], 0)
+    assert " | question | 2 lookups, 1 question | " in asked
     for width, starts in ((40, "8 1 certain scattered context"), (80, "8 certain seed")):
         terminal(COLUMNS=str(width))
         lines = summary(rows[:1], 100.0, "context 4096/4096", "seed 12").splitlines()
@@ -366,3 +370,29 @@ def test_a_wait_counts_its_seconds_and_acknowledges_ctrl_c(
     shown = screen.read() if screen else capsys.readouterr().err
     assert ("compiling or loading program 1, 0 s: slow" in shown) == on_terminal
     assert "stopping after this compilation, 0 s; Ctrl-C again ends at once" in shown
+
+
+@pytest.mark.parametrize("columns", [20, 100])
+def test_plane_in_characters(columns: int) -> None:
+    """Cells are percentiles of the model's answers, and have the sign of most of their tokens."""
+    sampler = load_sampler("entropix").resolve(CALIBRATION)
+    points = {"lelv": (0, 0), "helv": (10, 1.2), "hehv": (10, 25), "mid": (1.45, 1.2)}
+    tokens = [record(regime=r, entropy=x, varentropy=y) for r, (x, y) in points.items()]
+    many = [record(regime="lehv", entropy=0.0, varentropy=25.0)] * 2
+    tokens += [*many, record(regime="hehv", entropy=0.0, varentropy=25.0)]
+    plane = draw_plane(tokens, sampler.values, CALIBRATION, columns).plain.splitlines()
+    heads, cells, axis = plane[0], [line.partition("│") for line in plane[1:17]], plane[17]
+    width = len(axis) - 8
+    assert (width, axis[7]) == (min(columns - 8, 72), "└")
+    signs = {r: [(x, 15 - y) for y, (_, _, line) in enumerate(cells) for x, one in enumerate(line)
+                 if one == sign] for r, sign in zip(REGIMES, "●■◆×▲", strict=True)}  # fmt: skip
+    edge, middle = width - 1, width // 2
+    assert signs == {
+        "lelv": [(0, 0)], "helv": [(edge, 6)], "lehv": [(0, 15)], "hehv": [(edge, 15)],
+        "mid": [(middle, 6)],
+    }  # fmt: skip
+    assert [*heads.split()] == ["h1", "h2"]
+    for name in ("h1", "h2"):
+        at = int(CALIBRATION.rank("entropy", sampler.values[f"thresholds.{name}"]) / 100 * width)
+        assert heads.index(name) - 8 == at
+        assert cells[1][2][at] == "┊"

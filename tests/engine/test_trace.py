@@ -29,7 +29,7 @@ from tests.support.traces import OPTIONAL, record
 PUBLISHED = """row position token_id text regime action logprob entropy varentropy
     sequence_varentropy attn_entropy attn_entropy_norm attn_varentropy agreement
     interaction_strength temperature top_k top_p min_p forwards loop top branches
-    layers""".split()
+    layers layers_varentropy attention""".split()
 MORE = {*"agreement_published confidence ambiguous chosen".split()}
 MORE |= {"token_confidence", "self_certainty", "max_prob"}
 
@@ -37,8 +37,9 @@ MORE |= {"token_confidence", "self_certainty", "max_prob"}
 def test_fields_and_their_order() -> None:
     branch = BranchRecord([1], "a", -0.5, chosen=True)
     full = record(
-        top=[(1, "a", 0.5)], layers=[[0.5]], branches=[branch], ambiguous=False, chosen=True
-    )
+        top=[(1, "a", 0.5)], layers=[[0.5]], branches=[branch], ambiguous=False, chosen=True,
+        layers_varentropy=[[0.5]], attention=[{"layer": 0, "head": 0, "to": [(0, "a", 0.5)]}],
+    )  # fmt: skip
     keys = list(full.to_json())
     assert keys[0] == "type"
     assert [key for key in keys[1:] if key not in MORE] == PUBLISHED

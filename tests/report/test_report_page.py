@@ -468,12 +468,25 @@ def test_sentences_about_a_token(opened: Callable[..., Any]) -> None:
     cases: list[tuple[str, tuple[float, float], dict[str, Any], str, str]] = [
         ("helv", (4.1, 2), {"action": "argmax"}, f"{high}, {low}", "as for the first 1 tokens"),
         ("helv", (4.1, 2), {"temperature": 0.9}, high, ": sampled once, at temperature 0.90."),
-        ("hehv", (4.1, 9), {"action": "adaptive"}, high, ": no token before it was in doubt"),
+        (
+            "hehv",
+            (4.1, 9),
+            {"action": "adaptive", "max_prob": 0.94},
+            f": one likely token (94.0 %). {high}",
+            ": no token before it was in doubt",
+        ),
         ("mid", (1.2, 2), {"action": "adaptive"}, "above h1 = 0.80 and below h2", ": drew 16"),
         ("lehv", (3.69, 9), fork | {"branches": several}, wide, ": forked: continued 2 "),
         ("lehv", (3.69, 9), fork | {"branches": several[:1]}, wide, ": no fork: no second token"),
         ("lehv", (3.69, 9), fork, wide, ": continues the token before it."),
-        ("lelv", (4.1, 9), {"action": "mine"}, "one likely token.", ": a custom arm."),
+        (
+            "lelv",
+            (4.1, 9),
+            {"action": "mine"},
+            "no clear favourite (the first has 0 %)",
+            ": a custom arm.",
+        ),
+        ("lehv", (3.69, 9), {"action": "lookup"}, wide, "lookup: looked something up"),
     ]
     bounds = {"h1": 0.8, "h2": 3.7, "u1": 5.02, "u2": 5.02}
     values = dict(SAMPLER.values) | {f"thresholds.{name}": bounds[name] for name in bounds}
@@ -558,3 +571,34 @@ def test_pages_of_interrupted_runs(opened: Callable[..., Any]) -> None:
     assert details(page)["entropy"] == bare["entropy"]
     for name in ("branches", "retractions", "attention"):
         assert page.locator(f"#{name}").is_hidden()
+
+
+def test_wrong_lookups_and_attention_are_shown(opened: Callable[..., Any]) -> None:
+    """P(wrong) is a line under the text. A token of a lookup or a question shows all of it."""
+    actions = ["sample", "lookup", "lookup", "sample", "clarify", "sample"]
+    records = [
+        token(3 + i, action=action, layers_varentropy=[[0.5, 0.1], [0.0, 1.0]])
+        | {"p_wrong": round(0.1 + i / 10, 1)}
+        for i, action in enumerate(actions)
+    ]
+    looks = [(3, " word3", 0.75), (4, NASTY, 0.2), (1, "x", 1e-4)]
+    records[5]["attention"] = [{"layer": 1, "head": 0, "to": looks}]
+    page = opened(header(), *records)
+    marked = each(page, "#text-0 .token", "[...node.classList].slice(1).join(' ')")
+    assert [*map(str.split, marked)][1:] == [
+        ["lookup", "lookup-start"], ["lookup"], [], ["clarify", "clarify-start"], []
+    ]  # fmt: skip
+    assert each(page, ".marks .token", "node.classList[1]") == ["lookup", "clarify"]
+    for at, note in ((2, "Looked up: “word4 word5”"), (4, "Asked: “word7 word8”"), (3, None)):
+        page.evaluate(f"document.getElementById('text-0-{at}').click()")
+        assert each(page, "#details-body .note", "node.textContent") == ([note] if note else [])
+    page.locator("#wrong svg").click(position={"x": 1, "y": 1})
+    assert selected(page) == 0
+    assert "at most 60.0 %, 10.0 % at the selected" in page.locator("#wrong").text_content()
+    page.keyboard.press("End")
+    page.evaluate("document.getElementById('text-0-5').click()")
+    assert details(page)["p_wrong"] == 0.6
+    assert page.locator("#details-body canvas").count() == 2
+    (cell,) = page.locator(".looks td").all_text_contents()
+    assert cell.startswith("“ word3” 75.0 %, “<script>")
+    assert "“x”" not in cell

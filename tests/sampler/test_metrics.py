@@ -161,6 +161,29 @@ def test_attention_metrics(
         assert metrics.attn_varentropy[row] >= 0
 
 
+def test_looks_of_the_sharpest_heads_of_the_upper_layers() -> None:
+    """Heads that attend to the first position come last."""
+    rng = np.random.default_rng(7)
+    scores = rng.normal(size=(ROWS, 4, HEADS, SLOTS)).astype(np.float32) * 3
+    scores[:, :, 0, 0] += 20
+    valid = np.arange(SLOTS) < np.array([SLOTS, 9, 3, 1])[:, None]
+    stats = attention_stats(jnp.asarray(scores), jnp.asarray(valid), looks=True)
+    looks = jax.device_get(stats.looks)
+    for row in range(ROWS):
+        true = reference.Attention(scores[row][:, :, valid[row]].astype(np.float64))
+        sharp = np.where(true.weights[2:, :, 0] > 0.5, np.inf, true.entropy[2:]).ravel()
+        heads = np.argsort(sharp, kind="stable")[:3]
+        assert np.array_equal(looks.layer[row], 2 + heads // HEADS)
+        assert np.array_equal(looks.head[row], heads % HEADS)
+        weights = true.weights[2:].reshape(2 * HEADS, -1)[heads]
+        order = np.argsort(-weights, axis=1)[:, :5]
+        size = order.shape[1]
+        assert np.array_equal(looks.positions[row, :, :size], order)
+        expected = np.take_along_axis(weights, order, axis=1)
+        np.testing.assert_allclose(looks.weights[row, :, :size], expected, rtol=1e-4, atol=1e-7)
+        assert not looks.weights[row, :, size:].any()
+
+
 def test_interaction_of_large_scores() -> None:
     """The mean of scores is finite even if their sum overflows float32."""
     scores = np.random.default_rng(5).uniform(-3e38, 3e38, size=(2, 3, 4, 512)).astype(np.float32)

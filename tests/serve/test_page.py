@@ -138,7 +138,7 @@ def test_the_text_equals_the_servers_and_tokens_have_details(page: Any, running:
     row += " Number(node.querySelector('data').value)]"
     top = each(page, ".alternatives tr", row)
     assert top == [[number, share] for number, _, share in expected[5]["top"]]
-    assert page.locator("#details-body canvas").count() == 1
+    assert page.locator("#details-body canvas").count() == 2
     assert ". Entropy " in page.locator("#why").text_content()
     assert page.locator("#share-mid").text_content().endswith("%")
     legend = each(page, "#legend li", "node.firstChild.textContent")
@@ -169,6 +169,8 @@ def test_a_recorded_example_is_shown_until_a_text_is(fresh: Watched, running: Ru
     page.unroute("**/v1/**")
     example = page.locator("#examples button").last.text_content()
     page.locator("#examples button").last.click()
+    assert page.locator(FRESH).count() == 1, "a text began before the form was sent"
+    page.click("#go")
     settled(page, 1)
     assert page.locator("#asked").text_content() == page.input_value("#prompt") == example
 
@@ -257,6 +259,10 @@ def test_a_dragged_threshold_regenerates_the_text(page: Any, running: Running) -
     assert tokens(page) == texts_of(complete(running, **{"thresholds.h1": moved}))
     assert tokens(page, 1) == texts_of(before)
     assert "with the same seed" in page.locator("#first").text_content()
+    at = page.locator("[aria-current] .muted").text_content().split(" from ")[1].split(" · ")[0]
+    assert f"regenerated from {at}," in page.locator("#first").text_content()
+    page.click("#text-0 .seam + .token")
+    assert page.locator("#details-body").text_content().count(f"{at},") == 1
 
 
 def test_settings_regenerate_the_text(page: Any, running: Running) -> None:
@@ -301,7 +307,7 @@ def test_regeneration_starts_where_a_decision_can_change(page: Any) -> None:
             }""",
             {"arms.mid": "sample"} | sampler,
         )
-        assert found == {"index": 12, "position": 12 - back}
+        assert found == {"index": 12, "place": 12 - back}
 
 
 def saved(page: Any, folder: Path, kind: str) -> Path:
@@ -377,7 +383,7 @@ def test_continuations_of_a_search_are_in_the_tree(fresh: Watched, running: Runn
     for number, name in enumerate(depth_first):
         page.locator("#tree-list button").nth(number).click()
         seen.append(tokens(page))
-        assert (" from token " in name) == (number > 0)
+        assert (" from position " in name) == (number > 0)
         assert all(each(page, "#text-0 .token", "Boolean(node.dataset.regime)"))
     assert sorted(seen) == sorted(map(texts_of, texts))
     pick(page, 3, len(texts) + 1)
@@ -431,6 +437,11 @@ def test_a_text_and_a_rejected_branch_are_continued(page: Any, running: Running)
     settled(page, 3)
     assert tokens(page) == texts_of(complete(running))
     assert page.locator("#beside:visible, .continue:visible").count() == 0
+    before = (
+        "[...node.parentElement.children].slice(0, [...node.parentElement.children].indexOf(node))"
+    )
+    seams = each(page, "#text-0 .seam", f"{before}.filter((one) => one.dataset.index).length")
+    assert seams == [5]
     change(page, "arms.helv", "branch")
     settled(page, 4)
     page.click("#text-0 .token.branch-start >> nth=0")
@@ -722,7 +733,7 @@ def test_layout(running: Running, watched: Callable[..., Watched], size: Any) ->
     generate(page)
     page.click("#options summary")
     form, *others = each(page, "#ask, #text-0, #plane", "node.getBoundingClientRect().bottom")
-    assert form < (280 if width < 900 else 120)
+    assert form < (310 if width < 900 else 120)
     assert max(others[:1] if width < 900 else others) <= height
     pick(page, 5, 2)
     page.keyboard.press("Alt+h")

@@ -397,7 +397,8 @@ def alter(lines: Sequence[Json], rng: random.Random, size: int) -> tuple[list[Js
     elif kind == "text":
         line["text"] += "x"
     elif kind == "layers":
-        line["layers"][rng.randrange(4)][rng.randrange(6)] += 0.1
+        name = rng.choice(["layers", "layers_varentropy"])
+        line[name][rng.randrange(4)][rng.randrange(6)] += 0.1
     elif kind in ("retracted", "gone"):
         at = rng.choice(retracted)
         changed[at]["token_id"] = _other(changed[at]["token_id"], rng, size)

@@ -13,6 +13,7 @@ export const METRICS = [
     ["token_confidence", "token confidence", "nats", "−mean of ln p of the most likely tokens: higher is surer"],
     ["max_prob", "p of the most likely", "", "probability of the most likely token"],
     ["self_certainty", "self-certainty", "nats", "divergence from the uniform distribution: higher is surer"],
+    ["p_wrong", "P(wrong)", "", "estimated probability that the answer is wrong"],
   ] },
   { title: "Attention at the last position", fields: [
     ["attn_entropy", "attention entropy", "bits", "mean over the heads: how widely they attend"],

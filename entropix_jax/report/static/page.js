@@ -7,6 +7,7 @@ import { showLegend, showTexts } from "./text.js";
 import { showDetails, showGlossary } from "./details.js";
 import { showBranches, showRetractions } from "./branches.js";
 import { showWhatIf } from "./whatif.js";
+import { showWrong } from "./wrong.js";
 import { showHeatMap, showPlane, showSeries, startPlotly } from "./plots.js";
 
 function offerTrace(bytes, name) {
@@ -20,7 +21,7 @@ async function start() {
   offerTrace(trace, facts.name);
   if (!byId("legend")) return; // no tokens
   const texts = new Texts(facts, readRows(trace));
-  for (const show of [showLegend, showTexts, showDetails, showBranches, showRetractions, showWhatIf]) show(texts);
+  for (const show of [showLegend, showTexts, showWrong, showDetails, showBranches, showRetractions, showWhatIf]) show(texts);
   showGlossary();
   texts.show(texts.sides[0]);
   await nextFrame(); // the text can be read

@@ -1,6 +1,6 @@
 // Sentences about a token: why it is in its regime, and what the sampler did.
 
-import { METRICS, number } from "./format.js";
+import { METRICS, number, percent } from "./format.js";
 import { boundsOf, classify, keyOf, valuesOf } from "./regimes.js";
 
 const FIELDS = new Map(METRICS.flatMap(({ fields }) => fields).map(([name, label, unit]) => [name, [label, unit.startsWith("bits") ? ` ${unit}` : ""]]));
@@ -27,6 +27,27 @@ export function reasonOf(token, facts) {
   return parts && `${parts[0].toUpperCase()}${parts.slice(1)}.`;
 }
 
+// The distribution before a token in words. They follow from its measures, since thresholds may be extreme. "" if an old
+// trace lacks them.
+export function shapeOf({ max_prob: most, varentropy }) {
+  if (most == null) return "";
+  if (most >= 0.9) return `one likely token (${percent(most)})`;
+  if (most >= 0.5) return `a favourite (${percent(most)}) and rivals`;
+  return varentropy < 1 ? `many tokens, about equally likely (the first ${percent(most)})` : `no clear favourite (the first has ${percent(most)}), and unevenly likely tokens`;
+}
+
+// The text that the host forced or that a question became, around a token of such an action; "" for others. `tokens` are
+// the committed ones of its text.
+export function forcedAround(token, tokens) {
+  if (!["lookup", "clarify"].includes(token.action) || token.type === "retracted") return "";
+  const at = tokens.indexOf(token);
+  const from = tokens.findLastIndex((one, i) => i < at && one.action !== token.action) + 1;
+  const length = tokens.slice(from).findIndex(({ action }) => action !== token.action);
+  // The model ends a question in its own words, and the text with it.
+  const last = length < 0 || token.action === "clarify" ? undefined : from + length;
+  return tokens.slice(from, last).map(({ text }) => text).join("").trim();
+}
+
 const ACTIONS = {
   argmax: "took the most likely token",
   inject: "injected a thought into the text",
@@ -37,6 +58,8 @@ const ACTIONS = {
   think_end: "ended the thinking section, because the model was certain for several tokens",
   phrases: "retracted a banned phrase and sampled again",
   budget_forcing: "extended or ended the thinking section",
+  lookup: "looked something up and inserted the result",
+  clarify: "asked the user a question",
 };
 
 const HABITS = {
@@ -49,6 +72,8 @@ const HABITS = {
   backspace: "may take the last token back",
   resample: "draws at a high temperature",
   adaptive: "draws several candidates and keeps the most likely one",
+  lookup: "looks up what the text is about",
+  clarify: "asks back if the answers differ in meaning",
 };
 
 // The sampler's action in a regime. Empty for an unknown arm.
@@ -57,6 +82,8 @@ export function habitOf(regime, facts) {
   const arm = settings[`arms.${regime}`];
   return arm === "inject" && settings["inject.thought"]?.length ? "injects a thought" : HABITS[arm] ?? "";
 }
+
+const FORCED = ["inject", "lookup", "clarify"]; // in any regime
 
 // Why an arm did something else.
 const INSTEAD = {
@@ -77,7 +104,7 @@ export function deedOf(token, facts, place) {
   const once = ["sample", "explore", "resample"].includes(token.action) && `sampled once, at temperature ${token.temperature.toFixed(2)}`;
   const done = once || (token.action === "adaptive" && draws > 1 ? `drew ${draws} candidates and kept the most likely of them` : ACTIONS[token.action] ?? "a custom arm");
   const arm = settings[`arms.${token.regime}`];
-  if (arm === token.action || token.loop) return done;
+  if (arm === token.action || token.loop || FORCED.includes(token.action)) return done;
   if (place < settings["start.tokens"] && token.action === settings["arms.start"]) return `${done}, as for the first ${number(settings["start.tokens"])} tokens in any regime`;
   const why = INSTEAD[arm]?.(settings);
   return why ? `${why}: ${done}` : done;

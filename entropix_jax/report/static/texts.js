@@ -84,3 +84,8 @@ function newSide(card, rows) {
 export function placeOf(side, token) {
   return token.position - side.items[0].position;
 }
+
+// The inverse of `placeOf`: positions are shown, places are not.
+export function positionAt({ items }, place) {
+  return (items[0]?.position ?? 0) + place;
+}

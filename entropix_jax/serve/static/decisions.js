@@ -14,7 +14,7 @@ export function changesOf(facts, values) {
   return Object.fromEntries(Object.entries(after).filter(([key, text]) => text !== before[key]).map(([key, text]) => [key, JSON.parse(text)]));
 }
 
-// The index of the first token that may change, and the position from which the text is regenerated; null if no token
+// The index of the first token that may change, and the place from which the text is regenerated; null if no token
 // changes. `changes` are settings, `values` the thresholds by their keys if those moved.
 export function firstChange(node, changes, values = null) {
   const { items, facts, written = [] } = node;
@@ -32,7 +32,7 @@ export function firstChange(node, changes, values = null) {
   const back = place - reachOf({ ...facts.sampler, ...changes });
   // Tokens that the reader chose stay.
   const chosen = items.slice(0, index).findLast((token) => token.chosen);
-  return { index, position: Math.max(fixed, back, chosen ? placeOf(node, chosen) + 1 : 0) };
+  return { index, place: Math.max(fixed, back, chosen ? placeOf(node, chosen) + 1 : 0) };
 }
 
 // Whether moved thresholds may change a token that keeps its regime: branches end by the regimes of their own tokens,

@@ -36,7 +36,15 @@ export class Generator {
     byId("prompt").placeholder = hint;
     byId("examples").hidden = Boolean(session.current);
     const examples = EXAMPLES[start.chat ? "chat" : "completion"];
-    byId("examples").replaceChildren("Examples: ", ...examples.map((text) => element("button", { type: "button", onclick: () => this.generate(text) }, text)));
+    byId("examples").replaceChildren("Examples: ", ...examples.map((text) => element("button", { type: "button", onclick: () => this.fill(text) }, text)));
+  }
+
+  // Puts an example into the form.
+  fill(text) {
+    const field = byId("prompt");
+    field.value = text;
+    field.setCustomValidity("");
+    field.focus();
   }
 
   // Starts a text from the typed prompt, or from another one.

@@ -16,7 +16,7 @@ export class Legend {
   explain(facts) {
     for (const [regime, row] of this.rows) {
       const habit = habitOf(regime, facts);
-      row.title = `${REGIMES[regime].says}.${habit && ` The sampler ${habit}.`}`;
+      row.title = `Usually ${REGIMES[regime].says}.${habit && ` The sampler ${habit}.`}`;
       row.lastChild.textContent = row.title;
     }
   }

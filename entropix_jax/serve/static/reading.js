@@ -62,7 +62,8 @@ export class Reading {
   grow() {
     const { items } = this.node;
     for (let i = this.spans.length; i < items.length; i++) {
-      this.drawWritten();
+      const wrote = this.drawWritten();
+      if (i && i === this.node.copied && !wrote && !items[i].chosen) this.append(element("span", { class: "seam", "aria-hidden": "true", title: "Continued from here" }), "");
       const span = this.draw(items[i], items[i - 1]);
       this.spans.push(span);
       this.append(span, items[i].text);
@@ -80,13 +81,15 @@ export class Reading {
     if (text.endsWith("\n")) this.line = null;
   }
 
-  // Adds what the reader wrote before the next token.
+  // Adds what the reader wrote before the next token, and returns whether there was anything.
   drawWritten() {
     const { written } = this.node;
+    const before = this.wrote;
     for (; written[this.wrote]?.at === this.count; this.wrote++) {
       const { text } = written[this.wrote];
       this.append(element("span", { class: "written", role: "option", "aria-selected": "false", "aria-disabled": "true", title: "Written by you" }, text), text);
     }
+    return this.wrote > before;
   }
 
   // Scrolls to the newest token unless the reader scrolled away or holds a token.
@@ -100,7 +103,9 @@ export class Reading {
     const branched = token.action === "branch" && (token.branches ? token.branches.length > 1 : this.forked);
     this.forked = branched;
     this.asks ||= token.action === "clarify";
-    const classes = { injected: thought(token), "inject-start": thought(token) && !thought(before), branched, "branch-start": branched && token.branches?.length > 1, question: this.asks, loop: token.loop, retracted: token.type === "retracted", empty: !token.text, chosen: token.chosen };
+    const starts = (action) => [[action, token.action === action], [`${action}-start`, token.action === action && before?.action !== action]];
+    const asked = Object.fromEntries(["lookup", "clarify"].flatMap(starts));
+    const classes = { injected: thought(token), "inject-start": thought(token) && !thought(before), branched, "branch-start": branched && token.branches?.length > 1, ...asked, question: this.asks, loop: token.loop, retracted: token.type === "retracted", empty: !token.text, chosen: token.chosen };
     const span = element("span", {
       id: `${this.box.id}-${token.index}`, role: "option", "aria-selected": "false", "data-index": token.index, "data-regime": this.regimeOf(token),
       class: ["token", ...Object.keys(classes).filter((name) => classes[name])].join(" "), "aria-label": token.type === "retracted" ? `retracted: ${token.text}` : null,

@@ -11,6 +11,7 @@ import { textOf, turnsBefore } from "./session.js";
 import { Speaker } from "./speaker.js";
 import { systemOf } from "./start.js";
 import { placeOf } from "./texts.js";
+import { WrongLine } from "./wrong.js";
 
 const ENDS = { eos: "end of text", length: "token limit", confidence: "low confidence", question: "question to you", context: "context limit", stop: "stop string", cancelled: "stopped", lost: "interrupted" };
 const SHORT = 100; // ms of a text that are too short for a rate
@@ -24,6 +25,7 @@ export class Sides {
   constructor(session, { regimeOf, select, chooserOf, change }) {
     Object.assign(this, { session, regimeOf, select, chooserOf, change });
     [this.main, this.beside] = ["main", "beside"].map((name) => new Reading(byId(name), (reading, token) => this.point(reading, token)));
+    this.wrong = new WrongLine(byId("wrong"), (token) => this.main.select(token, { held: true, scroll: true }));
     this.speaker = new Speaker(byId("spoken"));
     this.legend = new Legend(byId("legend"));
     this.turns = [];
@@ -50,6 +52,7 @@ export class Sides {
     byId("tools").replaceChildren(...this.toolsOf(this.main, "answer"));
     this.beside.show(beside, (token) => token.regime);
     this.legend.show(shown?.tokens ?? []);
+    this.wrong.show(shown?.tokens ?? []);
     [this.common, this.parted] = [0, false];
     this.part();
     if (shown && shown === this.session.example) this.describeLast();
@@ -123,6 +126,7 @@ export class Sides {
     if (node === current) {
       this.speaker.add(items.map((token) => (token.type === "retracted" ? "" : token.text)).join(""));
       this.legend.add(items);
+      this.wrong.show(node.tokens, this.main.token);
     }
     for (const reading of [this.main, this.beside]) if (reading.node === node) reading.grow();
     if (node === current || node === beside) this.part();
@@ -148,6 +152,7 @@ export class Sides {
   point(reading, token) {
     this.describe(reading, token);
     if (reading.node === this.session.displayed) this.select(token);
+    if (reading === this.main) this.wrong.select(token);
     const sides = [this.main, this.beside];
     const [own, others] = sides.includes(reading) ? [sides, this.turns] : [[], [...sides, ...this.turns]];
     for (const one of others) if (one !== reading) one.release();
@@ -161,7 +166,7 @@ export class Sides {
     this.pointed = true;
     const [place, { facts }] = [placeOf(node, token), node];
     const current = node.tokens[place]?.token_id;
-    showToken(token, { facts, place, shown: this.regimeOf(token), held, choose: this.chooserOf(node, token), current });
+    showToken(token, { facts, tokens: node.tokens, place, shown: this.regimeOf(token), held, choose: this.chooserOf(node, token), current });
   }
 
   // Looks for the place where the texts diverge, from the end of the known common prefix.

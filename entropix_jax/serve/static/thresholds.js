@@ -6,6 +6,7 @@ import { byId } from "./dom.js";
 import { Plane } from "./plane.js";
 import { boundsOf, classify, valuesOf } from "./regimes.js";
 import { Settings } from "./settings.js";
+import { positionAt } from "./texts.js";
 
 export class Thresholds {
   // `recolour()` is called when regimes of tokens may have changed, `keep(changes)` with settings that change no decision;
@@ -49,7 +50,7 @@ export class Thresholds {
     this.bounds = boundsOf(node.facts.boxes, values);
     const problem = this.settings.refresh(values);
     const found = firstChange(node, {}, values);
-    byId("first").textContent = problem || (found ? `Will be regenerated from token ${found.position + 1}.` : "No decision changes.");
+    byId("first").textContent = problem || (found ? `Will be regenerated from position ${positionAt(node, found.place)}.` : "No decision changes.");
     this.plane.values = values;
     this.plane.redraw();
     this.recolour();
@@ -73,7 +74,7 @@ export class Thresholds {
       byId("first").textContent = `With ${words} no decision of this text changes. Later texts have this setting.`;
       return this.keep(changes);
     }
-    const begun = () => (byId("first").textContent = `${words}: regenerated from token ${found.position + 1}, with the same seed.`);
-    this.goOn(node, found.position, words, { sampler: changes, begun });
+    const begun = () => (byId("first").textContent = `${words}: regenerated from position ${positionAt(node, found.place)}, with the same seed.`);
+    this.goOn(node, found.place, words, { sampler: changes, begun });
   }
 }

@@ -7,7 +7,7 @@ import { METRICS } from "./format.js";
 import { REGIMES, boundsOf, valuesOf } from "./regimes.js";
 
 const FORMAT = 1; // of the traces that this page reads
-const OPTIONAL = ["token_confidence", "self_certainty", "max_prob"];
+const OPTIONAL = ["token_confidence", "self_certainty", "max_prob", "p_wrong"];
 const NUMBERS = METRICS.flatMap(({ fields }) => fields).map(([name]) => name).filter((name) => !OPTIONAL.includes(name));
 
 // The recorded example, which is shown before the first text: a trace of `generate --model tiny --prompt "Guests:" --seed 0`.
@@ -103,10 +103,11 @@ function parse(line) {
   }
 }
 
-function isToken({ token_id: id, position, text, action, regime, top = [], branches = [], layers = [], ...own }) {
+function isToken({ token_id: id, position, text, action, regime, top = [], branches = [], layers = [], layers_varentropy: spreads = [], attention = [], ...own }) {
   return [id, position].every(Number.isInteger) && [text, action].every((value) => typeof value === "string") && regime in REGIMES
     && NUMBERS.every((name) => typeof own[name] === "number")
-    && [top, branches, layers].every(Array.isArray) && [...top, ...layers].every(Array.isArray) && branches.every((branch) => Array.isArray(branch?.tokens));
+    && [top, branches, layers, spreads, attention].every(Array.isArray) && [...top, ...layers, ...spreads].every(Array.isArray)
+    && branches.every((branch) => Array.isArray(branch?.tokens)) && attention.every((head) => Array.isArray(head?.to));
 }
 
 const damaged = (name, what) => new Error(`${name} is damaged: ${what}. Save it once more, or open another copy.`);

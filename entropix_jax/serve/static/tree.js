@@ -1,6 +1,7 @@
 // The tree of texts: walk, name, prune.
 
 import { byId, element } from "./dom.js";
+import { positionAt } from "./texts.js";
 
 export function showTree(session) {
   const list = byId("tree-list");
@@ -36,7 +37,7 @@ export function showTree(session) {
 // Where a text begins in its parent.
 function originOf({ parent, messages, at }) {
   if (!parent) return "";
-  return messages && messages !== parent.messages ? " next turn" : ` from token ${at + 1}`;
+  return messages && messages !== parent.messages ? " next turn" : ` from position ${positionAt(parent, at)}`;
 }
 
 // The text before or after the current one, in the tree's order.
