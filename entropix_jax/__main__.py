@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from entropix_jax.errors import UserError, nearest
+from entropix_jax.host.heap import reuse_memory
 from entropix_jax.host.interrupts import exit_at_once
 from entropix_jax.version import __version__
 
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None:
         exit_at_once()
+        reuse_memory()
         # XLA logs slow compilations as errors. Real ones are exceptions of Python, too.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         argv = sys.argv[1:]

@@ -139,10 +139,8 @@ class ModelOptions:
         """Loads the model of a name. Its programs are kept in the user's cache folder."""
         with show_status("loading the model"):
             from entropix_jax.host.compile_cache import use_compilation_cache
-            from entropix_jax.host.heap import reuse_memory
             from entropix_jax.model.loading import load
 
-            reuse_memory()
             use_compilation_cache()
             return load(name, self.dtype, mesh, precision=self.precision, check=self.check)
 

@@ -25,7 +25,7 @@ from itertools import chain, islice
 from typing import Any, Protocol
 
 from entropix_jax.errors import Note, UserError, require
-from entropix_jax.host.heap import GC_THRESHOLD
+from entropix_jax.host.heap import GC_THRESHOLD, ONE_ARENA, reuse_memory
 from entropix_jax.version import __version__
 
 ANY = "auto"  # the cluster of RAY_ADDRESS or of this machine, else a new one on this machine
@@ -75,6 +75,7 @@ class _Host:
         if cpus:
             os.environ["NPROC"] = str(cpus)  # for XLA, which else takes all cores
         gc.set_threshold(GC_THRESHOLD)
+        reuse_memory()
         os.environ.update(variables)
         with suppress(OSError):  # absolute paths are valid without it, too
             os.chdir(folder)
@@ -244,6 +245,7 @@ class Cluster:
         self._looked = time.monotonic()
         taken = {actor.place for actor in self._actors}
         strategies = self._ray.util.scheduling_strategies
+        environment = {"env_vars": ONE_ARENA}
         for node in self._ray.nodes():
             needs, number = self._needs(node["Resources"]) if node["Alive"] else ({}, 0)
             for index in range(number):
@@ -251,8 +253,8 @@ class Cluster:
                 if place in taken or self._deaths[place] >= _MAX_DEATHS:
                     continue
                 here = strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-                host = self._ray.remote(_Host).options(scheduling_strategy=here, **needs)
-                handle = host.remote()
+                options = {"scheduling_strategy": here, "runtime_env": environment, **needs}
+                handle = self._ray.remote(_Host).options(**options).remote()
                 where = place, node["NodeManagerAddress"], needs["num_cpus"]
                 self._actors.append(_Actor(handle, *where, handle.version.remote()))
         if not self._actors:

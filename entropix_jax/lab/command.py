@@ -58,11 +58,9 @@ class RunOptions:
     def load(self, name: str) -> LanguageModel:
         """Loads the model of a name, and turns the compilation cache on."""
         from entropix_jax.host.compile_cache import use_compilation_cache
-        from entropix_jax.host.heap import reuse_memory
         from entropix_jax.model.loading import check_backend, load, resolve_model
 
         check_backend()
-        reuse_memory()
         use_compilation_cache()
         with show_status("loading the model"):
             return load(str(resolve_model(name)), self.dtype, precision=self.precision)

@@ -156,20 +156,25 @@ def _measure(arguments: Arguments, tasks: Sequence[Task], sampler: Sampler, fold
 
 def summarise(address: str) -> str:
     """Returns the tables of a `tokens.jsonl` as Markdown: what predicts which tokens decide an
-    answer and, for a task that has them, how far sampled fork strengths agree with the true ones.
+    answer, what a low varentropy announces and, for a task that has them, how far sampled fork
+    strengths agree with the true ones.
 
     Raises:
         UserError: the file cannot be read, has lines of another kind, or has no tokens.
     """
-    from entropix_jax.lab.prediction import agreement, compare_predictors, read_tokens
+    from entropix_jax.lab import prediction
 
-    tasks = read_tokens(address)
-    table, omitted = compare_predictors(tasks)
+    tasks = prediction.read_tokens(address)
+    table, omitted = prediction.compare_predictors(tasks)
     parts = []
     if len(table):
         table = table.fillna({"difference": ""}).astype({"difference": str})
         table = table.rename(columns={"difference": "difference from the base [joint 95 %]"})
         parts.append(str(table.to_markdown(index=False, floatfmt=".3f")))
-    parts += [line for task, tokens in tasks.items() if (line := agreement(task, tokens))]
-    parts += [f"Left out: {line}." for line in omitted]
+    claims, others = prediction.compare_claims(tasks)
+    if len(claims):
+        parts.append(str(claims.to_markdown(index=False, floatfmt=".3f")))
+    lines = (prediction.agreement(task, tokens) for task, tokens in tasks.items())
+    parts += [line for line in lines if line]
+    parts += [f"Left out: {line}." for line in dict.fromkeys(omitted + others)]
     return "\n\n".join(parts) + "\n"

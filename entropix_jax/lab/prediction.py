@@ -25,6 +25,7 @@ from entropix_jax.batch.storage import open_file, read_lines
 from entropix_jax.errors import UserError
 from entropix_jax.lab.outcomes import ATTENTION, MEASURES
 from entropix_jax.lab.statistics import joint_intervals
+from entropix_jax.lab.uncertainty import separate
 
 Floats = NDArray[np.float64]
 
@@ -45,8 +46,21 @@ BEYOND = {"u beyond base + h": ("h and u", "h")}
 _HEADS = "heads"
 # Columns of targets with their names. A binary target has an AUROC, another one Spearman's rho.
 TARGETS = {"pivot": "pivot", "mistake": "mistake", "strength": "F", "excess": "F excess"}
-_BINARY = ("pivot", "mistake")
-_MEASURED = (*BASE, *_BINARY, *MEASURES, _HEADS)  # of every token
+# Labels of tokens that a low varentropy announces according to document 004, with their names.
+CLAIMS = {
+    "end": "is the end token",
+    "before": "the end token is next",
+    "settled": "no pivot from here on",
+}
+# Measures that are compared as they are, with a sign: the higher the more likely the label.
+DIRECTED: Mapping[str, tuple[str, int]] = {
+    "low u": ("varentropy", -1),
+    "low h": ("entropy", -1),
+    "high p1": ("p1", 1),
+    "high index": ("index", 1),
+}
+_BINARY = ("pivot", "mistake", *CLAIMS)
+_MEASURED = (*BASE, "pivot", "mistake", *MEASURES, _HEADS)  # of every token
 _FEWEST = 20  # positive tokens of a target, and negative ones
 FOLDS = 5
 _RESAMPLES = 1000
@@ -79,6 +93,24 @@ class Tokens:
             parts.append((values - values.mean(axis=0)) / np.maximum(values.std(axis=0), _EPSILON))
             penalties.append(np.full(values.shape[1], float(values.shape[1])))
         return np.concatenate(parts, axis=1), np.concatenate(penalties)
+
+    def claims(self) -> Iterator[tuple[str, Tokens]]:
+        """Yields each of `CLAIMS` and its tokens, with the label as a column. End tokens are left
+        out of "before"."""
+        pivots, end = self.columns["pivot"], self.columns["end"]
+        last = np.append(np.diff(self.prompts) > 0, True)
+        until = np.cumsum(pivots)
+        labels = {
+            "end": end,
+            "before": np.append(end[1:], 0) * ~last,
+            "settled": until[last][self.prompts] - until + pivots == 0,
+        }
+        for name, label in labels.items():
+            chosen = (end == 0) | (name != "before")
+            columns = {key: self.columns[key] for key in (*BASE, *ADDITIONS["h and u"])}
+            columns[name] = label.astype(float)
+            own = {key: values[chosen] for key, values in columns.items()}
+            yield name, Tokens(own, self.prompts[chosen])
 
     def _columns(self, name: str) -> Iterator[Floats]:
         values = self.columns[name].reshape(len(self.prompts), -1)
@@ -120,6 +152,11 @@ def _to_tokens(answers: Sequence[Mapping[str, Any]]) -> Tokens:
         for name in names
     }
     columns["margin"] = columns["p1"] - columns["p2"]
+    texts = [each["text"] for each in answers]
+    # The end token is the last one and has no text.
+    columns["end"] = np.array(
+        [at == len(text) and not token for text in texts for at, token in enumerate(text, 1)], float
+    )
     if "strength" in columns:
         columns["excess"] = columns["strength"] - columns["permuted"]
         forks = (token for answer in answers for token in answer["alternatives"])
@@ -252,7 +289,7 @@ def compare_predictors(tasks: Mapping[str, Tokens]) -> tuple[pd.DataFrame, list[
     rows: list[dict[str, Any]] = []
     omitted: list[str] = []
     for task, tokens in tasks.items():
-        targets = _targets(task, tokens, omitted)
+        targets = _targets(task, tokens, TARGETS, omitted)
         if targets:
             rows += _compare(task, tokens, targets)
     table = pd.DataFrame(rows)
@@ -265,18 +302,76 @@ def compare_predictors(tasks: Mapping[str, Tokens]) -> tuple[pd.DataFrame, list[
     return table, omitted
 
 
-def _targets(task: str, tokens: Tokens, omitted: list[str]) -> dict[str, Floats]:
+def compare_claims(tasks: Mapping[str, Tokens]) -> tuple[pd.DataFrame, list[str]]:
+    """Measures how well single measures separate tokens with a label of `CLAIMS` from the others.
+
+    Returns:
+        One row for each task and claim: the share of labelled tokens among all and among the tenth
+        with the lowest varentropy, the AUROC of each of `DIRECTED`, the differences of the first
+        one from the others, and `BEYOND`. All intervals are joint over the table. And a line for
+        each task or claim that is left out.
+    """
+    rows: list[dict[str, Any]] = []
+    omitted: list[str] = []
+    for task, tokens in tasks.items():
+        for name, own in tokens.claims():
+            if targets := _targets(task, own, CLAIMS, omitted):
+                u, label = own.columns["varentropy"], own.columns[name]
+                rows.append(
+                    {
+                        "task": task,
+                        "token": CLAIMS[name],
+                        "tokens": len(u),
+                        "share": label.mean(),
+                        "share, lowest tenth by u": label[u <= np.quantile(u, 0.1)].mean(),
+                        **_separations(own, targets),
+                    }
+                )
+    table = pd.DataFrame(rows)
+    if rows:
+        names = [*table.columns[5:]]
+        each = np.stack([*table[names].to_numpy().ravel()])
+        intervals = np.empty(len(each), object)
+        intervals[:] = joint_intervals(each[:, 0].tolist(), each[:, 1:])
+        table[names] = intervals.reshape(len(rows), -1)
+    return table, omitted
+
+
+def _separations(tokens: Tokens, targets: Mapping[str, Floats]) -> dict[str, Floats]:
+    """The estimates of a claim, each with its resamples, [1 + R]."""
+    weights = _resamples(int(tokens.prompts.max()) + 1)
+    (label,) = targets.values()
+    counts = weights.astype(int)[:, tokens.prompts]
+    found = {
+        measure: separate(sign * tokens.columns[column], label > 0, counts)[0]
+        for measure, (column, sign) in DIRECTED.items()
+    }
+    first, *others = found
+    found |= {f"{first} - {other}": found[first] - found[other] for other in others}
+    for beyond, additions in BEYOND.items():
+        fits = [
+            Ridge(*tokens.features([BASE, ADDITIONS[name]]), label[:, None], tokens)
+            for name in additions
+        ]
+        more, less = (_associations(fit, tokens, targets, weights)[0] for fit in fits)
+        found[beyond] = more - less
+    return found
+
+
+def _targets(
+    task: str, tokens: Tokens, names: Mapping[str, str], omitted: list[str]
+) -> dict[str, Floats]:
     """The targets that can be predicted. Appends a line for each other one to `omitted`."""
     prompts, size = int(tokens.prompts.max()) + 1, len(tokens.prompts)
     if prompts < 2 * FOLDS:
         omitted.append(f"{task}: {prompts} answers, at least {2 * FOLDS} are needed")
         return {}
-    targets = {name: tokens.columns[name] for name in TARGETS if name in tokens.columns}
+    targets = {name: tokens.columns[name] for name in names if name in tokens.columns}
     for name, values in [*targets.items()]:
         positive = int((values > 0).sum())
         if min(positive, size - positive) < _FEWEST:
             omitted.append(
-                f"{task}, {TARGETS[name]}: positive at {positive} of {size} tokens, at least"
+                f"{task}, {names[name]}: positive at {positive} of {size} tokens, at least"
                 f" {_FEWEST} of each kind are needed"
             )
             del targets[name]

@@ -175,7 +175,10 @@ def test_memory_limits_of_control_groups(tmp_path: Path) -> None:
     assert free_memory._free_of_groups(tmp_path / "none", tmp_path / "fs") == []
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is an option of glibc")
+glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+
+
+@glibc
 def test_freed_memory_is_reused() -> None:
     """Large arrays are allocated again without new pages."""
     program = """
@@ -195,3 +198,23 @@ def test_freed_memory_is_reused() -> None:
     """
     command = [sys.executable, "-c", dedent(program)]
     assert int(subprocess.check_output(command, text=True)) < 20
+
+
+@glibc
+def test_commands_allocate_in_one_arena() -> None:
+    """The threads of JAX do not get arenas of their own, which would unmap freed memory."""
+    program = """
+        import ctypes
+        import sys
+        from entropix_jax.__main__ import main
+
+        sys.argv = ["entropix-jax", "--version"]
+        main()
+        import jax.numpy as jnp
+
+        (jnp.ones(9) + 1).block_until_ready()
+        library = ctypes.CDLL(None)
+        library.malloc_info(0, ctypes.c_void_p.in_dll(library, "stdout"))
+    """
+    printed = subprocess.check_output([sys.executable, "-c", dedent(program)], text=True)
+    assert printed.count("<heap nr=") == 1

@@ -14,10 +14,12 @@ from entropix_jax.lab.outcomes import MEASURES
 from entropix_jax.lab.prediction import (
     ADDITIONS,
     BASE,
+    CLAIMS,
     FOLDS,
     Ridge,
     Tokens,
     association,
+    compare_claims,
     compare_predictors,
     spearman,
     weighted_ranks,
@@ -41,6 +43,9 @@ def make_tokens(prompts: int, seed: int) -> Tokens:
     columns["excess"] = columns["strength"] - 0.1
     columns["pivot"] = (signal > 2).astype(float)
     columns["mistake"] = np.zeros(count)
+    columns["end"] = np.concatenate([np.arange(1, size + 1) == size for size in sizes]).astype(
+        float
+    )
     return Tokens(columns, np.repeat(np.arange(prompts), sizes))
 
 
@@ -150,3 +155,36 @@ def test_additions_are_compared_with_the_base(monkeypatch: pytest.MonkeyPatch) -
         more, less = (by_name[target, f"base + {name}"].value for name in ("h and u", "h"))
         assert beyond.value == pytest.approx(more - less)
     assert by_name["F", "u only"].value > by_name["F", "h only"].value + 0.2
+
+
+def test_labels_of_the_claims() -> None:
+    """Two answers. The second one has no end token."""
+    columns = {name: np.arange(7.0) for name in (*BASE, "entropy", "varentropy")}
+    columns |= {"pivot": np.array([1.0, 0, 1, 0, 0, 1, 0]), "end": np.eye(7)[3]}
+    tokens = Tokens(columns, np.array([0, 0, 0, 0, 1, 1, 1]))
+    found = {name: own.columns[name].tolist() for name, own in tokens.claims()}
+    assert found == {
+        "end": [0, 0, 0, 1, 0, 0, 0],
+        "before": [0, 0, 1, 0, 0, 0],
+        "settled": [0, 0, 0, 1, 0, 0, 1],
+    }
+
+
+def test_claims_are_compared_by_aurocs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each resample of the answers."""
+    monkeypatch.setattr(prediction, "_RESAMPLES", 5)
+    tokens = make_tokens(40, 8)
+    table, omitted = compare_claims({"one": tokens, "two": make_tokens(9, 9)})
+    assert set(omitted[-3:]) == {"two: 9 answers, at least 10 are needed"}
+    rows = {row["token"]: row for row in table.to_dict("records")}
+    for name, own in [*tokens.claims()][:2]:
+        row, label = rows[CLAIMS[name]], own.columns[name] > 0
+        u, h = (-own.columns[measure] for measure in ("varentropy", "entropy"))
+        known = auroc(u, label), auroc(u, label) - auroc(h, label)
+        assert (row["low u"].value, row["low u - low h"].value) == pytest.approx(known)
+        lowest = np.argsort(-u)[: -(-len(u) // 10)]
+        assert row["share, lowest tenth by u"] == pytest.approx(label[lowest].mean())
+        resampled = prediction._separations(own, {name: own.columns[name]})["low u"]
+        for value, counts in zip(resampled, prediction._resamples(40), strict=True):
+            drawn = np.repeat(np.arange(len(u)), counts.astype(int)[own.prompts])
+            assert value == pytest.approx(auroc(u[drawn], label[drawn]))
