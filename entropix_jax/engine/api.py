@@ -12,7 +12,7 @@ from entropix_jax.engine.calibrated import CalibratedSampler, calibrate_sampler
 from entropix_jax.engine.loop import Engine
 from entropix_jax.engine.memory import max_slots
 from entropix_jax.engine.records import check_recording
-from entropix_jax.engine.request import MAX_SAMPLES, Ask, Request, Retrieve, check_request
+from entropix_jax.engine.request import MAX_SAMPLES, Ask, Lookup, Request, check_request
 from entropix_jax.engine.results import Event, Rows
 from entropix_jax.engine.score import ScoredToken, score_tokens
 from entropix_jax.engine.shapes import MIN_CAPACITY, bucket
@@ -60,7 +60,7 @@ def stream(
     ignore_eos: bool = False,
     escape_special: bool = False,
     recording: Recording | None = None,
-    retrieve: Retrieve | None = None,
+    lookup: Lookup | None = None,
     ask: Ask | None = None,
 ) -> "Generation":
     """Returns a run that advances as it is iterated. It yields events, token by token, whose
@@ -80,7 +80,7 @@ def stream(
         ignore_eos: continue past end tokens.
         escape_special: encode control tokens in the prompt as ordinary text.
         recording: optional parts of each token's record.
-        retrieve, ask: see `Request`.
+        lookup, ask: see `Request`.
 
     UserError if an input is invalid.
     """
@@ -107,7 +107,7 @@ def stream(
                 seed=seed,
                 eos_ids=() if ignore_eos else model.end_ids(chat=as_chat),
                 stop=stops,
-                retrieve=retrieve,
+                lookup=lookup,
                 ask=ask,
                 messages=messages,
             )

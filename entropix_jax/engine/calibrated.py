@@ -19,6 +19,7 @@ from entropix_jax.sampler.calibration import Calibration, generic_calibration, r
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.mechanisms.branch import BRANCH
+from entropix_jax.sampler.mechanisms.clarify import CLARIFY
 from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.sampler.settings import MAX_WIDTH, Parts, SamplerSettings
 
@@ -74,7 +75,8 @@ class CalibratedSampler:
         own = {*self.mechanisms} - {*MECHANISMS}
         if any(mechanism.control or mechanism.name in arms for mechanism in own):
             return MAX_WIDTH - 1
-        return int(self.values["branch.width"]) - 1 if BRANCH.name in arms else 0
+        forks = arms & {BRANCH.name, CLARIFY.name}
+        return max((int(self.values[f"{name}.width"]) - 1 for name in forks), default=0)
 
 
 @checked

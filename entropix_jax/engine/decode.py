@@ -111,6 +111,11 @@ def decode_step(
     return state, record
 
 
+def waits(state: DecodeState) -> jax.Array:
+    """Whether each row waits for the host: bool [P]."""
+    return (state.status == WAITS_FOR_TEXT) | (state.status == WAITS_FOR_CHOICE)
+
+
 jit_decode = partial(
     jax.jit, static_argnames=("config", "max_steps", "program"), donate_argnames="state"
 )
@@ -132,10 +137,10 @@ def decode(
     """Runs up to `steps` decode steps on the device, and returns once fewer than `fewest` rows are
     running.
 
-    It returns earlier if a row waits for the host, a row has grown as long as the window, or lanes
-    become needed or, where it `leaves` then, unneeded: there is a program with lanes and one
-    without, so they cost nothing while no row branches. (Rows ended by a stop string do not count,
-    because their length depends on when the host read the results.)
+    It returns earlier if a row begins to wait for the host, a row has grown as long as the window,
+    or lanes become needed or, where it `leaves` then, unneeded: there is a program with lanes and
+    one without, so they cost nothing while no row branches. (Rows ended by a stop string do not
+    count, because their length depends on when the host read the results.)
 
     Args:
         params: the weights.
@@ -154,6 +159,7 @@ def decode(
     lanes, window = program.lanes, program.window
     state = whole if lanes else without_lanes(whole)
     batch = state.status.shape[0] - state.lanes
+    waited = waits(state)
 
     # Jitted so that it is traced once for both its shapes and the loop; XLA inlines it.
     @jax.jit
@@ -167,13 +173,13 @@ def decode(
         done, state, _ = carry
         status, length = state.status, state.cache.length
         counts = (status != STOPPED) & (status != BRANCH_ENDED)
-        waits = (status == WAITS_FOR_TEXT) | (status == WAITS_FOR_CHOICE)
         going = jnp.isin(status, jnp.array([RUNNING, FORKS, BRANCH_ENDED]))
         forked = any_shard(jnp.any(is_forked(state)))
+        full = jnp.max(jnp.where(counts, length, 0)) >= window
         return (
             (done < jnp.minimum(steps, max_steps))
             & (sum_shards(jnp.sum(going[:batch])) >= jnp.maximum(fewest, 1))
-            & ~any_shard(jnp.any(waits) | (jnp.max(jnp.where(counts, length, 0)) >= window))
+            & ~any_shard(jnp.any(waits(state) & ~waited) | full)
             & ((forked | jnp.logical_not(leaves)) if lanes else ~forked)
         )
 

@@ -35,6 +35,7 @@ from entropix_jax.engine.state import (
 from entropix_jax.model.mesh import local_index
 from entropix_jax.model.write import copy_runs
 from entropix_jax.sampler.context import where_rows
+from entropix_jax.sampler.mechanisms.clarify import ENDS_BRANCH
 from entropix_jax.sampler.regimes import HEHV, LEHV
 from entropix_jax.sampler.settings import MAX_WIDTH, Parts
 from entropix_jax.sampler.state import Choice, Step, with_token
@@ -141,15 +142,23 @@ def grow(
     fork, rows, seen = state.fork, step.rows, choice.observation
     chex.assert_shape((last, choice.token, seen.regime, rows.length), state.status.shape)
     own = state.settings.own["branch"]
+    depth, by_regime = own.depth, own.until.by_regime
+    ends_with = jnp.take_along_axis(own.until.of_token, last[:, None], axis=1)[:, 0]
+    if "clarify" in parts.used:
+        clarify, measured = state.settings.own["clarify"], _measured(state)
+        flags = jnp.take_along_axis(clarify.until, last[:, None], axis=1)[:, 0]
+        depth = jnp.where(measured, clarify.tokens, depth)
+        by_regime &= ~measured
+        ends_with = jnp.where(measured, (flags & ENDS_BRANCH) > 0, ends_with)
     grows = rows.running & (rows.branch >= 0)
     is_certain = (seen.regime != LEHV) & (seen.regime != HEHV)
     ends = (
         ~choice.finite
         | jnp.any(last[:, None] == state.eos_ids, axis=-1)
         | (rows.remaining <= 0)
-        | (rows.length - fork.start >= own.depth)
-        | (own.until.by_regime & is_certain)
-        | jnp.take_along_axis(own.until.of_token, last[:, None], axis=1)[:, 0]
+        | (rows.length - fork.start >= depth)
+        | (by_regime & is_certain)
+        | ends_with
     )
     logprob = jnp.take_along_axis(step.scored, choice.token[:, None], axis=1)[:, 0]
     terms = jnp.stack([fork.logprob, step.metrics.entropy, step.metrics.varentropy], axis=-1)
@@ -165,7 +174,8 @@ def grow(
 def join_forks(state: DecodeState, parts: Parts) -> tuple[DecodeState, ForkEnd]:
     """Ends the forks whose branches have all ended, and decides what each of their rows commits.
 
-    - `waits`: nothing. The choice is ambiguous and the row asks the host. It goes back to the fork.
+    - `waits`: nothing. The row goes back to the fork and asks the host: the choice is ambiguous, or
+      the fork is one of `clarify`.
     - `whole`: all tokens of the best branch, whose state replaces the row's.
     - `forced`: the first token of the best branch. The row goes back to the fork, and its next step
       takes that token.
@@ -192,11 +202,16 @@ def join_forks(state: DecodeState, parts: Parts) -> tuple[DecodeState, ForkEnd]:
     second = jnp.max(jnp.where(is_best, -jnp.inf, scores), axis=-1)
     own = jax.tree.map(lambda x: x[:batch], state.settings.own["branch"])
     ambiguous = (second > -jnp.inf) & (first - second < own.margin)
-    evaluated = jnp.sum(jnp.where(mine, depth[None], 0), axis=1)
+    evaluated = counted = jnp.sum(jnp.where(mine, depth[None], 0), axis=1)
     depth = depth[winner]
 
     # What each row commits.
-    waits = joins & ambiguous & state.asks_for_choice[:batch]
+    asks = ambiguous & state.asks_for_choice[:batch]
+    if "clarify" in parts.used:
+        measured = _measured(state)[:batch]
+        asks, ambiguous = asks | measured, ambiguous & ~measured
+        counted = jnp.where(measured, 0, evaluated)
+    waits = joins & asks
     whole = joins & ~waits & (own.commit_all | (depth == 1))
     forced = joins & ~waits & ~whole
     committed = jnp.where(whole, depth, 0)
@@ -210,7 +225,7 @@ def join_forks(state: DecodeState, parts: Parts) -> tuple[DecodeState, ForkEnd]:
         tally,
         queued=jnp.where(forced, 1, tally.queued),
         queue_action=jnp.where(forced, parts.action("branch"), tally.queue_action),
-        states={**tally.states, "branch": replace(branch, forwards=branch.forwards + evaluated)},
+        states={**tally.states, "branch": replace(branch, forwards=branch.forwards + counted)},
     )
     start, history = fork.start[:batch], state.history[:batch]
     chosen = jnp.take_along_axis(fork.candidates[:batch], best[:, None], axis=1)[:, 0]
@@ -242,6 +257,12 @@ def join_forks(state: DecodeState, parts: Parts) -> tuple[DecodeState, ForkEnd]:
         return jnp.pad(rows, [(0, places - batch), *[(0, 0)] * (rows.ndim - 1)])
 
     return state, jax.tree.map(fill, ForkEnd(joins, best, committed, scores, ambiguous))
+
+
+def _measured(state: DecodeState) -> jax.Array:
+    """Whether the fork of each row or branch is one of `clarify`: bool [P]."""
+    measured: jax.Array = state.sampler.tally.states["clarify"].measured
+    return measured
 
 
 def _rank(

@@ -18,6 +18,7 @@ from entropix_jax.engine.state import DecodeState
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.mechanisms.branch import BRANCH
+from entropix_jax.sampler.mechanisms.clarify import CLARIFY
 from entropix_jax.sampler.settings import MAX_WIDTH, Parts
 
 
@@ -32,7 +33,7 @@ class ProgramList:
     def may_fork(self, used: frozenset[str]) -> bool:
         """Whether rows with these mechanisms may need lanes. A user's own control may fork."""
         own = {*self.sampler.mechanisms} - {*MECHANISMS}
-        return not used.isdisjoint((BRANCH.name, *(m.name for m in own if m.control)))
+        return not used.isdisjoint((BRANCH.name, CLARIFY.name, *(m.name for m in own if m.control)))
 
     @property
     def lanes(self) -> int:

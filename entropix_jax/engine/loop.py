@@ -8,6 +8,7 @@ the next.
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, replace
 
 import jax
@@ -37,6 +38,7 @@ _SLOTS_PER_EMPTY = 16  # one slot in this many may idle before a chunk ends earl
 _SLOTS_PER_LANE = 6  # where rows may fork
 _MANY_TOKENS = 64  # budget from which the program with lanes is compiled ahead
 _KEPT_BLOCK = 64  # the kept caches have a power of two of tokens, at least this many
+_POLL_SECONDS = 0.05  # between two looks for requests while all rows wait for the host
 _MAX_IDLE = 8  # consecutive chunks without a step; more is a defect
 
 
@@ -190,13 +192,15 @@ class Engine(Roster):
         while not self._stopping:
             began = time.perf_counter()
             between()
+            for row in self._running.values():
+                row.poll()
             self._insert_arrivals()
             if time.perf_counter() - began > self._look / 2:
                 self._unpaced = len(in_flight)
             while len(in_flight) < 2 and self._wants_more(sum(c.steps for c in in_flight)):
                 in_flight.append(self._dispatch())
             if not in_flight:
-                if self._reading:
+                if self._reading or self._wait_for_host():
                     continue
                 return
             moved = yield from self._read_back(in_flight.popleft())
@@ -205,6 +209,14 @@ class Engine(Roster):
             idle = 0 if moved else idle + 1
             if idle > _MAX_IDLE:
                 raise RuntimeError("rows are running, but no step is made")
+
+    def _wait_for_host(self) -> bool:
+        """Waits until an answer of the host arrives, a moment at most. Returns False if no row
+        waits for one."""
+        futures = [row.pending.future for row in self._running.values() if row.pending]
+        if futures:
+            wait(futures, _POLL_SECONDS, FIRST_COMPLETED)
+        return bool(futures)
 
     # Insert
 
@@ -335,7 +347,7 @@ class Engine(Roster):
 
     def _wants_more(self, steps: int) -> bool:
         """Whether a row will still run after the `steps` in flight, as far as the host knows."""
-        rows = self._decoding.values()
+        rows = [row for row in self._decoding.values() if row.pending is None]
         return not self._stopping and any(steps == 0 or row.remaining > steps for row in rows)
 
     def _dispatch(self) -> _Chunk:
@@ -344,7 +356,8 @@ class Engine(Roster):
         key = self.programs.find(needed)
         assert key is not None, f"no program for {needed}"
         leaves = key.lanes and self.programs.find(replace(needed, lanes=False)) != key
-        slots = self._layout.slots - len(self._reading)
+        idle = sum(row.pending is not None for row in self._decoding.values())
+        slots = self._layout.slots - len(self._reading) - idle
         fewest = slots + 1 - max(slots // _SLOTS_PER_EMPTY, 1) if self._waiting else 1
         counts = np.int32(steps), np.int32(fewest), np.bool_(leaves)
         state = self._with_answers(self._state)

@@ -1,6 +1,7 @@
 """Requests: the inputs of a row, and their checks."""
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,10 @@ from entropix_jax.text.turns import stop_ids
 MAX_SAMPLES = 1024  # rows of one prompt
 _MAX_EOS = 32
 
-# The text of a row so far to the text to inject.
-Retrieve = Callable[[str], str]
+# The text of a row so far to the text to insert, or None.
+Lookup = Callable[[str], str | Future[str | None] | None]
 # A row's number and the texts of its two best branches to the index of the one to commit, or None.
-Ask = Callable[[int, Sequence[str]], int | None]
+Ask = Callable[[int, Sequence[str]], int | Future[int | None] | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,12 +35,13 @@ class Request:
         seed: of the row's random numbers.
         eos_ids: tokens that end the row.
         stop: texts that end the row and are not part of its text.
-        retrieve: called with the row's text when a thought is due; returns the text to inject. If
-            that is empty or exceeds the budget, the sampler's own thought is injected. If that
-            exceeds it too, the row samples.
+        lookup: called with the row's text where the sampler's arm `lookup` serves it; returns the
+            text to insert, or a future of it while other rows continue. None, an empty text, a
+            result that the row has or that exceeds the budget, or an error: the row samples.
         ask: called with the row's number and the texts of the two best branches, better one first,
-            when their scores are within the margin; returns the index of the branch to commit, or
-            None for the better one.
+            when their scores are within the margin; returns the index of the branch to commit, None
+            for the better one, or a future of either.
+        clarify: whether the row may end with a question to the user, see the mechanism `clarify`.
         messages: the chat messages of the prompt, for the trace's header.
         tag: the caller's own; the engine passes it through.
         number: the row's number in results and traces. None: in order of arrival.
@@ -57,8 +59,9 @@ class Request:
     seed: int = 0
     eos_ids: Sequence[int] = ()
     stop: Sequence[str] = ()
-    retrieve: Retrieve | None = None
+    lookup: Lookup | None = None
     ask: Ask | None = None
+    clarify: bool = False
     messages: Sequence[Mapping[str, str]] | None = None
     tag: Any = None
     number: int | None = None
@@ -71,7 +74,8 @@ class Request:
         """Returns the settings of the row that the header of a trace lacks."""
         names = "row_id", "seed", "max_new_tokens"
         lists = {"eos_ids": [*map(int, self.eos_ids)], "stop": [*self.stop]}
-        hooks = {name: getattr(self, name) is not None for name in ("retrieve", "ask")}
+        hooks = {name: getattr(self, name) is not None for name in ("lookup", "ask")}
+        hooks["clarify"] = self.clarify
         return {**{name: getattr(self, name) for name in names}, **lists, **hooks}
 
 

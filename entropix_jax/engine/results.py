@@ -119,11 +119,12 @@ class Row:
         return html([self])
 
     def to_json(self) -> dict[str, Any]:
-        """Text and finish reason, tokens in all, per regime and per action, forward passes, and
-        confidence."""
+        """Text and finish reason, tokens in all, per regime and per action, the entropies over
+        intents, forward passes, and confidence."""
         regimes = Counter(token.regime for token in self.tokens)
         actions = Counter(token.action for token in self.tokens)
         names = dict.fromkeys((*ACTIONS, *sorted(actions)))
+        intents = [token.intents for token in self.tokens if token.intents is not None]
         return {
             "text": self.text,
             "finish_reason": self.finish_reason,
@@ -131,6 +132,7 @@ class Row:
             "tokens": len(self.tokens),
             "regimes": {regime: regimes[regime] for regime in REGIMES},
             "actions": {action: actions[action] for action in names if actions[action]},
+            **({"intents": intents} if intents else {}),
             "retracted": self.retracted,
             "forwards": self.tokens[-1].forwards if self.tokens else 0,
             **self._confidence(),

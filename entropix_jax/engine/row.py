@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import takewhile
 from math import isfinite
@@ -9,7 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from entropix_jax.engine.hooks import NOTHING, Insertion, choose_branch, retrieve_thought, two_best
+from entropix_jax.engine.hooks import (
+    LOOKUP_SECONDS,
+    NOTHING,
+    Insertion,
+    Pending,
+    ask_choice,
+    ask_question,
+    call,
+    choose_branch,
+    found_text,
+    insert_result,
+    two_best,
+)
 from entropix_jax.engine.records import StepOutcome
 from entropix_jax.engine.request import all_end_ids, check_request, padded_ids
 from entropix_jax.engine.results import Event, Move, Piece, Row
@@ -64,6 +77,7 @@ class RunningRow:
         self.moved = moved  # by the host, and not inserted since
         self.replaced = False  # by another instance for the same row
         self.answer: Insertion | None = None  # to be sent to the device
+        self.pending: Pending | None = None  # the row waits for it, without an answer yet
         self.cached = 0
         self.limit = len(request.prompt) + budget
         # A stop string that is a control token ends the row by its id: it has no text.
@@ -77,7 +91,6 @@ class RunningRow:
         self._paths: list[list[TokenRecord]] = []  # of each branch, while the row is forked
         self._forked: TokenRecord | None = None  # of the last fork whose tokens are forced
         self._state = row.tokens[-1].state if row.tokens else None
-        self._retrieved = 0 if self._state is None else int(self._state.states["inject"].begun)
         kept = [token.token_id for token, retracted in request.prefix if not retracted]
         self.begin = *request.prompt, *kept  # the text that it began with
         chosen = len(request.forced) if request.chosen and not moved else 0
@@ -142,8 +155,9 @@ class RunningRow:
             budget=np.int32(row.budget),
             # Each rewind gives other random numbers.
             keys=row_key(request.seed, request.row_id + rewinds),
-            asks_for_text=np.bool_(request.retrieve is not None),
+            looks_up=np.bool_(request.lookup is not None),
             asks_for_choice=np.bool_(request.ask is not None),
+            clarifies=np.bool_(request.clarify),
             settings=request.sampler.settings,
             eos_ids=padded_ids(self._end_ids),
             tally=replace(
@@ -180,7 +194,7 @@ class RunningRow:
 
     def apply(self, outcome: StepOutcome, stopping: Callable[[], bool]) -> Iterator[Event]:
         """Applies a step's outcome to the row or a branch: commits tokens, retracts pending ones,
-        ends the row, or calls a hook and sets `answer`.
+        ends the row, or calls a hook and sets `answer` or `pending`.
 
         `stopping` returns whether the run is stopping: then no hook is called.
         """
@@ -210,7 +224,7 @@ class RunningRow:
             self._retract(token.position)
             yield from self._commit(outcome.settled)
             return
-        # A row that failed, that waits for a text, or that is forked: its tokens are final.
+        # A row that failed, that looks something up, or that is forked: its tokens are final.
         if outcome.status == ERROR:
             yield from self._commit()
             if self.running:  # no stop string
@@ -219,10 +233,10 @@ class RunningRow:
         elif outcome.status == WAITS_FOR_TEXT:
             yield from self._commit()
             if self.running and not stopping():
-                text = self._tokenizer.decode(self.ids)
-                where = self._tokenizer, text, self._retrieved, self.remaining
-                self.answer = retrieve_thought(self.request, *where)
-                self._retrieved += 1
+                assert self.request.lookup is not None
+                found = call(self.request.lookup, self._tokenizer.decode(self.ids))
+                deadline = time.monotonic() + LOOKUP_SECONDS
+                self.wait(Pending(found, self._take_result, deadline))
         elif outcome.candidates:
             yield from self._commit()
             self._paths = [
@@ -259,6 +273,13 @@ class RunningRow:
             BranchRecord(tokens, self._tokenizer.decode_within(tokens), score, i == joined.best)
             for i, (tokens, score) in enumerate(zip(ids, scores, strict=False))
         ]
+        if paths[0][0].action == "clarify":
+            branches = [replace(branch, chosen=False) for branch in branches]
+            texts = [branch.text for branch in branches if branch.score is not None]
+            intents, answer = ask_question(self.request, texts)
+            self.answer = None if stopping() else answer
+            self._forked = replace(paths[0][0], branches=branches, intents=intents)
+            return
         two = two_best(branches)
         ambiguous = bool(joined.ambiguous) and len({branch.text for branch in two}) == 2
         first, *rest = paths[joined.best]
@@ -272,9 +293,34 @@ class RunningRow:
             tokens[-1].state = outcome.token.state
             yield from self._add(tokens, outcome)
             return
-        if outcome.status == WAITS_FOR_CHOICE and not stopping():
-            branches, self.answer = choose_branch(self.row, branches, ambiguous, self.remaining)
         self._forked = replace(first, branches=branches, ambiguous=ambiguous)
+        if outcome.status == WAITS_FOR_CHOICE and not stopping():
+            self.wait(Pending(ask_choice(self.row, branches, ambiguous), self._take_choice))
+
+    def wait(self, pending: Pending) -> None:
+        """Makes the row wait for an answer of the host, or takes it at once."""
+        self.pending = pending
+        self.poll()
+
+    def poll(self) -> None:
+        """Takes the answer that the row waits for, once it has arrived or is late."""
+        if self.pending is not None and self.pending.is_over:
+            pending, self.pending = self.pending, None
+            pending.take(pending.future)
+
+    def _take_result(self, future: Future[str | None]) -> None:
+        """Takes the result of a lookup."""
+        where = self._tokenizer, self.ids, self.remaining
+        self.answer = insert_result(self.request, *where, found_text(future))
+
+    def _take_choice(self, future: Future[int | None]) -> None:
+        """Takes a choice between the branches of the last fork."""
+        forked = self._forked
+        assert forked is not None
+        assert forked.branches is not None
+        branches, answer = forked.branches, future.result()
+        branches, self.answer = choose_branch(self.request, branches, answer, self.remaining)
+        self._forked = replace(forked, branches=branches)
 
     def interrupt(self, reason: str = "interrupt") -> Iterator[Event]:
         """Ends the row. Its pending tokens and held text become final."""
@@ -342,8 +388,11 @@ class RunningRow:
 
     def _as_chosen(self, token: TokenRecord) -> TokenRecord:
         """Restores the fork's proposal on a branch token that was committed by force. The first
-        token has all branches."""
+        token has all branches, also those of `clarify`, which commits none."""
         forked = self._forked
+        if forked is not None and forked.intents is not None:
+            self._forked = None
+            return replace(token, branches=forked.branches, intents=forked.intents)
         if token.action != "branch" or forked is None:
             return token
         proposed = {name: getattr(forked, name) for name in (*_PROPOSAL, "branches", "ambiguous")}

@@ -64,8 +64,9 @@ class Arrival:
     cached: Value  # int32, how much of the text the slot has cached
     budget: Value  # int32
     keys: Value  # uint32 [2]
-    asks_for_text: Value  # bool
+    looks_up: Value  # bool
     asks_for_choice: Value  # bool
+    clarifies: Value  # bool
     settings: SamplerSettings  # of one row
     eos_ids: Value  # int32 [E]
     tally: Tally  # of one row
@@ -109,8 +110,9 @@ def empty_slots(
         prompt_length=full(0),
         budget=full(0),
         keys=full(0, 2, dtype=np.uint32),
-        asks_for_text=full(False, dtype=bool),
+        looks_up=full(False, dtype=bool),
         asks_for_choice=full(False, dtype=bool),
+        clarifies=full(False, dtype=bool),
         settings=jax.tree.map(lambda x: np.broadcast_to(x, (places, *np.shape(x))), settings),
         eos_ids=full(-1, len(padded_ids(()))),
         sampler=sampler,

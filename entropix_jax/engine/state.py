@@ -22,7 +22,7 @@ BRANCH_ENDED = 8  # a branch that waits for the others of its fork
 ENDED_BY = 16  # plus the index of the mechanism that ended the row
 
 # Fields of `DecodeState` that no step changes in slots.
-_FIXED = "prompt_length budget keys asks_for_text asks_for_choice settings eos_ids".split()
+_FIXED = "prompt_length budget keys looks_up asks_for_choice clarifies settings eos_ids".split()
 
 
 @struct.dataclass
@@ -60,8 +60,9 @@ class DecodeState:
     prompt_length: jax.Array  # int32 [P], at least 1
     budget: jax.Array  # int32 [P], most tokens to generate
     keys: jax.Array  # uint32 [P, 2], see `sampler.draw`
-    asks_for_text: jax.Array  # bool [P], the host is asked for each thought's text
+    looks_up: jax.Array  # bool [P], the row has a lookup function
     asks_for_choice: jax.Array  # bool [P], the host is asked which branch of an ambiguous fork
+    clarifies: jax.Array  # bool [P], the row may end with a question to the user
     settings: SamplerSettings  # each leaf [P, ...]
     eos_ids: jax.Array  # int32 [P, E], the tokens that end a row; -1 matches none
     sampler: SamplerState
@@ -199,7 +200,8 @@ def view_rows(state: DecodeState, vocab_size: int) -> RowView:
         generated=generated,
         remaining=state.budget - generated,
         eos_ids=state.eos_ids,
-        asks=state.asks_for_text,
+        looks_up=state.looks_up,
+        clarifies=state.clarifies,
         branch=state.fork.branch,
         vocab_size=vocab_size,
     )

@@ -37,7 +37,7 @@ class BranchRecord:
 _ORDER = """row position context token_id text regime action logprob entropy varentropy
     sequence_varentropy attn_entropy attn_entropy_norm attn_varentropy agreement agreement_published
     interaction_strength confidence token_confidence self_certainty max_prob temperature top_k top_p
-    min_p forwards loop top branches layers ambiguous chosen""".split()
+    min_p forwards loop top branches layers ambiguous intents chosen""".split()
 
 
 @dataclass(slots=True)
@@ -83,9 +83,10 @@ class TokenRecord(MeasuredToken):
     the attention entropy of each layer and head, in lists or as float32 [L, N] (see
     `Recording.raw_layers`), are None unless recorded. `branches`, all branches that were
     rolled out, and `ambiguous`, whether the two best scores were within the margin and their texts
-    differ, are None except on the first token of a branch. `chosen` is True on a token that a
-    person chose, else None. `state`, the sampler's state after the token, for one row, is None
-    unless recorded, and not part of a trace.
+    differ, are None except on the first token of a branch. `intents` is the entropy over the
+    branches' intents in bits, None except on the first token after a fork of `clarify`. `chosen` is
+    True on a token that a person chose, else None. `state`, the sampler's state after the token,
+    for one row, is None unless recorded, and not part of a trace.
     """
 
     row: int
@@ -101,6 +102,7 @@ class TokenRecord(MeasuredToken):
     branches: list[BranchRecord] | None = None
     layers: list[list[float]] | np.ndarray | None = None
     ambiguous: bool | None = None
+    intents: float | None = None
     chosen: bool | None = None
     state: Tally | None = field(default=None, compare=False, repr=False)
 

@@ -16,12 +16,23 @@ def may_inject(row: RowState) -> bool:
     fits = 0 < len(thought) <= row.remaining and row.unwritable.isdisjoint(thought)
     marks = [mark for mark in as_list(v["inject.after"]) if mark]
     return bool(
-        (fits or row.request["retrieve"])
+        fits
         and not any(ends_in(row.tokens, text) for text in texts)
         and states["inject.cooldown"] == 0
         and states["inject.begun"] < v["inject.per_row"]
         and row.generated >= v["inject.earliest"]
         and (not marks or sentences.has_ended([row.model.texts[t] for t in row.tokens], marks))
+    )
+
+
+def may_look_up(row: RowState) -> bool:
+    """A lookup function, without cooldown, within the budget."""
+    v, states = row.v, row.tally.states
+    return bool(
+        row.request["lookup"]
+        and states["lookup.cooldown"] == 0
+        and states["lookup.begun"] < v["lookup.per_row"]
+        and row.generated >= v["lookup.earliest"]
     )
 
 
@@ -33,25 +44,45 @@ def may_branch(row: RowState) -> bool:
     return has_forks and bool(states["branch.forwards"] <= affordable)
 
 
+def may_clarify(row: RowState) -> bool:
+    """A row that may ask, budget, and room for the prompt of the question."""
+    states, prompt = row.tally.states, next(iter(row.texts["clarify.prompt"]), [])
+    fits = 0 < len(prompt) < row.remaining and row.unwritable.isdisjoint(prompt)
+    is_free = not states["clarify.measured"] and not states["question"]
+    has_forks = states["clarify.begun"] < row.v["clarify.per_row"]
+    return row.request["clarify"] and fits and is_free and has_forks
+
+
 def may_backspace(row: RowState) -> bool:
     """A token in doubt within reach."""
     return bool(row.in_doubt())
 
 
-MAY = {"inject": may_inject, "branch": may_branch, "backspace": may_backspace}
+MAY = {
+    "inject": may_inject,
+    "lookup": may_look_up,
+    "branch": may_branch,
+    "clarify": may_clarify,
+    "backspace": may_backspace,
+}
 
 
 def inject(row: RowState, plan: Plan, seen: Seen) -> Verdict | None:
-    """Writes the next thought, or waits for one from the host."""
+    """Writes the next thought."""
     v, states, texts = row.v, row.tally.states, row.texts["inject.thought"]
     marks = [mark for mark in as_list(v["inject.after"]) if mark]
     last, token = row.model.texts[row.tokens[-1]], row.model.texts[plan.token]
     if marks and (plan.token in row.end_ids or not sentences.begins_word(last, token)):
         return None
     begun = {"inject.begun": states["inject.begun"] + 1}
-    if row.request["retrieve"]:
-        return Verdict("wait", states=begun | {"inject.cooldown": max(v["inject.cooldown"], 1)})
     return Verdict("force", tokens=texts[int(states["inject.begun"]) % len(texts)], states=begun)
+
+
+def lookup(row: RowState, plan: Plan, seen: Seen) -> Verdict | None:
+    """Waits for the result from the host."""
+    begun = row.tally.states["lookup.begun"] + 1
+    cooldown = row.v["lookup.cooldown"]
+    return Verdict("wait", states={"lookup.begun": begun, "lookup.cooldown": cooldown})
 
 
 def branch(row: RowState, plan: Plan, seen: Seen) -> Verdict | None:
@@ -69,6 +100,19 @@ def branch(row: RowState, plan: Plan, seen: Seen) -> Verdict | None:
     return Verdict(
         "fork", tokens=widths, states={"branch.begun": row.tally.states["branch.begun"] + 1}
     )
+
+
+def clarify(row: RowState, plan: Plan, seen: Seen) -> Verdict | None:
+    """Forks the row into sampled continuations."""
+    states = {"clarify.begun": row.tally.states["clarify.begun"] + 1, "clarify.measured": 1}
+    return Verdict("fork", tokens=[row.v["clarify.width"]], states=states)
+
+
+def question(row: RowState, plan: Plan, seen: Seen) -> Verdict | None:
+    """Ends a row with the last token of its question."""
+    count, text = row.tally.states["question"], row.model.texts[plan.token]
+    is_last = "?" in text or "\n" in text or count >= row.v["clarify.length"]
+    return Verdict("end") if count > 0 and is_last else None
 
 
 def backspace(row: RowState, plan: Plan, seen: Seen) -> Verdict | None:
@@ -128,10 +172,13 @@ def _may_write(row: RowState, text: Sequence[int], last: Sequence[int]) -> bool:
 
 CONTROLS = {
     "inject": inject,
+    "lookup": lookup,
     "branch": branch,
+    "clarify": clarify,
     "backspace": backspace,
     "think_end": think_end,
     "budget_forcing": budget_forcing,
     "phrases": phrases,
+    "question": question,
     "confidence": low_confidence,
 }

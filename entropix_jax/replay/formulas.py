@@ -210,6 +210,11 @@ def branch(v: Settings, m: Metrics, may: bool) -> Proposal:
     return draw(v, "branch", **own, top_k=(width,)) if may else explore(v, m)
 
 
+def clarify(v: Settings, may: bool) -> Proposal:
+    """Fork into sampled continuations, or a draw."""
+    return draw(v, "clarify", temperature=v["clarify.temperature"]) if may else draw(v, "sample")
+
+
 def resample(v: Settings, m: Metrics) -> Proposal:
     """Hot draw from a nucleus that narrows with the attention entropy (documents 000 and 001)."""
     scale = v["resample.temperature_scale"]
@@ -287,8 +292,10 @@ ARMS: dict[str, Callable[[Settings, Metrics, Mapping[str, bool]], Proposal]] = {
     "argmax": lambda v, m, may: draw(v, "argmax", temperature=0.0),
     "sample": lambda v, m, may: draw(v, "sample"),
     "inject": lambda v, m, may: inject(v, m, may["inject"]),
+    "lookup": lambda v, m, may: draw(v, "lookup" if may["lookup"] else "sample"),
     "explore": lambda v, m, may: explore(v, m),
     "branch": lambda v, m, may: branch(v, m, may["branch"]),
+    "clarify": lambda v, m, may: clarify(v, may["clarify"]),
     "resample": lambda v, m, may: resample(v, m),
     "backspace": lambda v, m, may: draw(v, "backspace") if may["backspace"] else adaptive(v, m),
     "adaptive": lambda v, m, may: adaptive(v, m),

@@ -30,10 +30,13 @@ from entropix_jax.replay.state import (
     Verdict,
 )
 from entropix_jax.replay.threefry import row_key
+from entropix_jax.text.intents import intent_entropy
 
 MAX_ATTEMPTS, MAX_WIDTH = 8, 10
 LOOK_AHEAD = 64  # tokens that the model reads at once
-BUDGETS = "inject.begun branch.begun branch.forwards backspace phrases".split()  # never restored
+# Counts that are never restored.
+BUDGETS = """inject.begun lookup.begun branch.begun branch.forwards clarify.begun backspace
+    phrases""".split()
 
 
 class Row(RowState):
@@ -273,24 +276,29 @@ class Row(RowState):
         elif verdict.kind == "wait":
             self.rewindable = 0
             rest = self.lines[self.at : self.at + self.remaining]
-            thought = takewhile(lambda line: line["action"] == "inject", rest)
-            self.tally.queue = [line["token_id"] for line in thought]
-            self.tally.queue_action = "inject"
+            result = takewhile(lambda line: line["action"] == "lookup", rest)
+            self.tally.queue = [line["token_id"] for line in result]
+            self.tally.queue_action = "lookup"
         else:
             if verdict.tokens:
                 self.tally.queue, self.tally.queue_action = [*verdict.tokens], verdict.name
                 token = verdict.tokens[0]
             self.commit(token, plan, seen)
 
-    def advance(self, tally: Tally, seen: Seen) -> None:
-        """Moves a tally past one token."""
+    def advance(self, tally: Tally, seen: Seen, action: str) -> None:
+        """Moves a tally past one token, of the row or of a branch."""
         v, states, m = self.v, tally.states, seen.metrics
         sure = v["inject.until_confident"] and seen.regimes[0] == "lelv"
         states["inject.cooldown"] = 0 if sure else max(states["inject.cooldown"] - 1, 0)
         if len(tally.queue) == 1 and tally.queue_action == "inject":
             states["inject.cooldown"] = v["inject.cooldown"]
+        if not (tally.queue and tally.queue_action == "lookup"):
+            states["lookup.cooldown"] = max(states["lookup.cooldown"] - 1, 0)
         calm = np.float32(m["entropy"]) < np.float32(v["think_end.entropy"]) and not tally.queue
         states["think_end"] = states["think_end"] + 1 if calm else 0
+        states["clarify.measured"] *= action == "clarify"
+        is_asked = len(tally.queue) == 1 and tally.queue_action == "clarify"
+        states["question"] += states["question"] > 0 or is_asked
         tally.queue, tally.moments = tally.queue[1:], seen.moments
         if v["thresholds.dynamic"]:  # stochastic approximation (Robbins and Monro 1951)
             values = np.array([m["entropy"]] * 2 + [m["varentropy"]] * 2, np.float32)
@@ -314,18 +322,20 @@ class Row(RowState):
         self.check(line, "rewind", position=len(self.tokens))
         before, verdict, proposal = self.tally.copy(), plan.verdict, plan.proposal
         is_drawn = not before.queue and verdict.kind != "fork"
-        self.advance(self.tally, seen)
+        self.advance(self.tally, seen, plan.action)
         if is_drawn:
             logits = plan.penalised, plan.given
             own = formulas.learn(self.v, self.tally.states, proposal, *logits, token)
             self.tally.states = own
-        reason = self.end_after(token) or ("confidence" if verdict.kind == "end" else None)
+        reason = self.end_after(token) or (verdict.name if verdict.kind == "end" else None)
         expected = {"action": plan.action} | {n: getattr(proposal, n) for n in PARAMETERS}
         if plan.action == "branch" and self.choice:
             extra = {**self.choice, **extra}
             expected |= {name: extra.pop(name) for name in PARAMETERS}
             self.choice = {**self.choice, "branches": None, "ambiguous": None}
-        extra = {"branches": None, "ambiguous": None} | extra
+        elif "intents" in self.choice:
+            extra, self.choice = {**self.choice}, {}
+        extra = {"branches": None, "ambiguous": None, "intents": None} | extra
         self.check(line, "proposal", **expected)
         self.check(line, "forced" if before.queue else "draw", token_id=token)
         self.check(line, "metrics", logprob=float(seen.place.log_probs[token]))
@@ -411,21 +421,21 @@ class Row(RowState):
     def fork(self, plan: Plan, seen: Seen) -> None:
         """Replays the branches of a fork, and commits the best one."""
         line, v, after = self.lines[self.at], self.v, self.tally.copy()
-        branches = line["branches"]
+        branches, asks = line["branches"], plan.action == "clarify"
         self.check_candidates(line, plan, seen, [branch["tokens"][0] for branch in branches])
         scores = [
             -math.inf if one["score"] is None else np.float32(one["score"]) for one in branches
         ]
         order = sorted(range(len(branches)), key=lambda index: -scores[index])
-        is_close = len(branches) > 1 and scores[order[1]] > -math.inf
+        is_close = not asks and len(branches) > 1 and scores[order[1]] > -math.inf
         is_close = is_close and scores[order[0]] - scores[order[1]] < np.float32(v["branch.margin"])
         is_asked = is_close and self.request["ask"]
         texts = {branches[index]["text"] for index in order[:2]}
         chosen = [index for index, branch in enumerate(branches) if branch["chosen"]]
         allowed = order[: 2 if is_asked and len(texts) == 2 else 1]
-        if len(chosen) != 1 or chosen[0] not in allowed:
+        if not asks and (len(chosen) != 1 or chosen[0] not in allowed):
             raise Doubt(line, "fork", "chosen", chosen, allowed[0])
-        self.advance(after, seen)
+        self.advance(after, seen, plan.action)
         for index, branch in enumerate(branches):
             score = self.grow(index, branch["tokens"], plan, seen, after.copy())
             text = self.model.decode(branch["tokens"])
@@ -434,6 +444,9 @@ class Row(RowState):
         evaluated = sum(len(branch["tokens"]) for branch in branches)
         self.forwards += evaluated
         self.rewindable, self.again, self.bans, self.choice = 0, None, [], {}
+        if asks:
+            self.ask(line, branches)
+            return
         tokens = branches[chosen[0]]["tokens"]
         extra = {"branches": branches, "ambiguous": bool(is_close) and len(texts) == 2}
         if is_asked or not (v["branch.commit_all"] or len(tokens) == 1):
@@ -452,10 +465,21 @@ class Row(RowState):
                 line_here = self.line_here()
                 seen = self.observe(self.tokens, self.tally, [], -1, line_here) or seen
 
+    def ask(self, line: Line, branches: Sequence[Mapping[str, Any]]) -> None:
+        """Takes the host's decision after a fork of `clarify` from the entropy over intents."""
+        texts = [branch["text"] for branch in branches if branch["score"] is not None]
+        intents = intent_entropy(texts)
+        self.expect(line, "fork", "intents", line["intents"], intents)
+        self.expect(line, "fork", "chosen", any(branch["chosen"] for branch in branches), False)
+        if self.v["clarify.least"] <= intents <= self.v["clarify.most"]:
+            self.tally.queue_action = "clarify"
+            self.tally.queue = [*self.texts["clarify.prompt"][0]]
+        self.choice = {"branches": branches, "intents": line["intents"]}
+
     def check_candidates(self, line: Line, plan: Plan, seen: Seen, firsts: Sequence[int]) -> None:
         """Raises Doubt if the branches do not begin with the candidates."""
         v, tolerance = self.v, self.tolerance
-        if v["branch.sampled"]:
+        if v["branch.sampled"] or plan.action == "clarify":
             numbers = seen.place.uniforms("candidate", MAX_WIDTH)
             groups = self.draws(seen.place, plan.penalised, plan.proposal, numbers)
             expected = [group[0] for group in groups][: len(firsts)]
@@ -488,13 +512,11 @@ class Row(RowState):
     ) -> float | None:
         """Replays one branch. Returns its score, None if it is not finite. `tally` is the row's
         after the first token."""
-        v, line, place, left, total = (
-            self.v,
-            self.lines[self.at],
-            seen.place,
-            plan.left,
-            np.zeros(3),
-        )
+        v, line, place, left = self.v, self.lines[self.at], seen.place, plan.left
+        name, total = plan.action, np.zeros(3)
+        asks = name == "clarify"
+        depth_limit = v["clarify.tokens" if asks else "branch.depth"]
+        heat = v["clarify.temperature" if asks else "branch.rollout_temperature"]
         for depth, token in enumerate(tokens, 1):
             text, is_last = [*self.tokens, *tokens[:depth]], depth == len(tokens)
             log_probs = log_softmax(left) if v["branch.processed"] else place.log_probs
@@ -503,35 +525,35 @@ class Row(RowState):
                 return None
             m = after.metrics
             total += [log_probs[token], m["entropy"], m["varentropy"]]
-            is_over = token in self.end_ids or depth >= v["branch.depth"]
-            is_over |= depth >= self.remaining or self.ends_branch(token)
+            is_over = token in self.end_ids or depth >= depth_limit
+            is_over |= depth >= self.remaining or self.ends_branch(token, v[f"{name}.until"])
             stays = [regime for regime in after.regimes if regime in ("lehv", "hehv")]
-            by_regime = v["branch.until"] == "regime"
+            by_regime = v[f"{name}.until"] == "regime"
             may_end = is_over or (by_regime and len(stays) < len(after.regimes))
             may_continue = not is_over and (not by_regime or len(stays) > 0)
             if not (may_end if is_last else may_continue):
-                name = f"length of branches[{index}]"
-                raise Doubt(line, "fork", name, len(tokens), "another one")
+                where = f"length of branches[{index}]"
+                raise Doubt(line, "fork", where, len(tokens), "another one")
             if is_last:
                 break
             place = after.place
             penalised = formulas.penalise(after.reading.logits, place)
-            rollout = formulas.draw(v, "branch", temperature=v["branch.rollout_temperature"])
+            rollout = formulas.draw(v, name, temperature=heat)
             left, _ = formulas.truncate(penalised, place, rollout)
             drawn = self.outcomes(place, penalised, rollout, "rollout")
             if tokens[depth] not in drawn:
-                name = f"branches[{index}].tokens[{depth}]"
-                raise Doubt(line, "fork", name, tokens[depth], drawn[0])
+                where = f"branches[{index}].tokens[{depth}]"
+                raise Doubt(line, "fork", where, tokens[depth], drawn[0])
             self.near |= tokens[depth] != drawn[0]
-            self.advance(tally, after)
+            self.advance(tally, after, name)
         logprob, entropy, varentropy = total / len(tokens)
         score = logprob - v["branch.entropy_weight"] * entropy
         score = float(score - v["branch.varentropy_weight"] * varentropy)
         return score if math.isfinite(score) else None
 
-    def ends_branch(self, token: int) -> bool:
+    def ends_branch(self, token: int, until: str) -> bool:
         """Whether a token ends a branch by its text."""
-        pattern = sentences.ENDS.get(self.v["branch.until"])
+        pattern = sentences.ENDS.get(until)
         return pattern is not None and pattern.fullmatch(self.model.texts[token]) is not None
 
     # The end

@@ -4,8 +4,9 @@ import re
 from collections.abc import Sequence
 
 QUOTES = "\"'\u2019\u201d)]*"
-ENDS = {  # of branches, by `branch.until`
+ENDS = {  # of branches, by `branch.until` and `clarify.until`
     "punctuation": re.compile(r"\s*[.,?!:;)\]}]\s*|.*\n.*", re.DOTALL),
+    "sentence": re.compile(r".*[.?!][\s\"')\]\u2019\u201d]*|.*\n.*", re.DOTALL),
     "line": re.compile(r".*\n.*", re.DOTALL),
 }
 

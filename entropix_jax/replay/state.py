@@ -11,10 +11,11 @@ from entropix_jax.replay.formulas import Place, Proposal, ends_in
 from entropix_jax.replay.threefry import row_key
 
 MAX_REACH = 8  # positions that a row goes back at once
-STATES = """inject.cooldown inject.begun branch.begun branch.forwards backspace phrases think_end
-    budget_forcing mirostat adaptive_p""".split()
+STATES = """inject.cooldown inject.begun lookup.cooldown lookup.begun branch.begun branch.forwards
+    clarify.begun clarify.measured question backspace phrases think_end budget_forcing mirostat
+    adaptive_p""".split()
 TEXTS = """inject.thought dry.breakers phrases.banned think_end.text budget_forcing.end
-    budget_forcing.wait""".split()
+    budget_forcing.wait clarify.prompt""".split()
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ _HEADER: dict[str, Any] = {
 }
 _REQUEST = {
     **dict.fromkeys(("seed", "max_new_tokens", "budget"), int),
-    **dict.fromkeys(("retrieve", "ask"), bool),
+    **dict.fromkeys(("lookup", "ask", "clarify"), bool),
     "row_id": str,
     "eos_ids": [int],
     "stop": [str],
@@ -37,10 +37,10 @@ _REQUEST = {
     "moves": [{"lines": int, "kept": int, "rewinds": int, "forced": [int], "action": str}],
 }
 _UNVERIFIED = "it cannot be verified"
-SECTIONS = """adaptive adaptive_p arms backspace base branch budget_forcing confidence draw dry
-    dynatemp edt epsilon eta explore forking inject loop metrics min_k mirostat no_repeat_ngram
-    p_less phrases regimes repetition resample start surrogate think_end thresholds top_a top_h
-    top_n_sigma truncation typical view xtc""".split()
+SECTIONS = """adaptive adaptive_p arms backspace base branch budget_forcing clarify confidence draw
+    dry dynatemp edt epsilon eta explore forking inject lookup loop metrics min_k mirostat
+    no_repeat_ngram p_less phrases regimes repetition resample start surrogate think_end thresholds
+    top_a top_h top_n_sigma truncation typical view xtc""".split()
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def fork(candidates: jax.Array) -> Verdict:
 
 
 def wait() -> Verdict:
-    """Waits for tokens from the host, as `inject` does. Valid only where `Context.asks`."""
+    """Waits for the result of the row's lookup. Valid only where `Context.looks_up`."""
     return _verdict(WAIT)
 
 
@@ -120,7 +120,7 @@ def act(ctx: Context, token: jax.Array, asked: jax.Array) -> tuple[Context, Verd
 
 def _is_allowed(ctx: Context, verdict: Verdict) -> jax.Array:
     """Returns whether one row may carry a verdict out: force tokens or fork if it has any; go back
-    within reach, to a position with an attempt and a token left; wait only for a host that it asks.
+    within reach, to a position with an attempt and a token left; wait only if it has a lookup.
     Else a run might never end."""
     back, is_reached = verdict.back, (verdict.back >= 0) & (verdict.back <= ctx.reach)
     there = entry_at(ctx.trail.entries.attempts, ctx.length - back)
@@ -129,7 +129,7 @@ def _is_allowed(ctx: Context, verdict: Verdict) -> jax.Array:
     rewinds = is_reached & (attempts < MAX_ATTEMPTS) & (bans < ctx.vocab_size)
     kinds = [verdict.kind == kind for kind in (REWIND, WAIT, FORCE, FORK)]
     has_tokens = jnp.any(verdict.tokens >= 0)
-    return jnp.select(kinds, [rewinds, ctx.asks, has_tokens, has_tokens], True)
+    return jnp.select(kinds, [rewinds, ctx.looks_up, has_tokens, has_tokens], True)
 
 
 def _padded(verdict: Verdict, length: int) -> Verdict:

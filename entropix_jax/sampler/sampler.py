@@ -25,7 +25,7 @@ from entropix_jax.sampler.keys import (
     sections,
 )
 from entropix_jax.sampler.mechanism import Mechanism
-from entropix_jax.sampler.mechanisms import MECHANISMS
+from entropix_jax.sampler.mechanisms import ACTING, MECHANISMS
 from entropix_jax.sampler.settings import BIAS, SHARED_SECTIONS, Parts, SamplerSettings
 
 
@@ -195,7 +195,9 @@ class Sampler:
                 used.add(m.name)
         if not used <= {mechanism.name for mechanism in MECHANISMS}:
             # A user's own may ask for the action of any arm.
-            used |= {mechanism.name for mechanism in MECHANISMS if mechanism.may is not None}
+            used |= ACTING
+        if "clarify" in used:
+            used.add("question")
         return Parts(self.mechanisms, frozenset(used))
 
     @property

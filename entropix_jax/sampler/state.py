@@ -120,7 +120,8 @@ class RowView:
     generated: jax.Array  # int32, how many of them were generated
     remaining: jax.Array  # int32, how many may still be committed; 0 only in a branch
     eos_ids: jax.Array  # int32 [E], the tokens that end the row; -1 matches none
-    asks: jax.Array  # bool, the host is asked for the text of a thought
+    looks_up: jax.Array  # bool, the row has a lookup function
+    clarifies: jax.Array  # bool, the row may end with a question to the user
     branch: jax.Array  # int32, which branch of a fork the row is; -1: none
     vocab_size: int = struct.field(pytree_node=False)
 

@@ -191,6 +191,9 @@ def _propose(ctx: Context) -> Proposal:
     if not parts.acts:
         return proposal
     rollout = draw("branch", ctx, temperature=settings.own["branch"].rollout_temperature)
+    if "clarify" in parts.used:
+        own = draw("clarify", ctx, temperature=settings.own["clarify"].temperature)
+        rollout = where(ctx.states["clarify"].measured, own, rollout)
     proposal = where(ctx.branch >= 0, rollout, proposal)
     # A position that is drawn again is drawn as it was, as one candidate.
     return where(ctx.trail.again, entry_at(ctx.trail.entries.proposal, ctx.length), proposal)

@@ -12,7 +12,7 @@ from entropix_jax.engine.tokens import describe_token, find_no_token
 from entropix_jax.errors import UserError, nearest
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.files import is_preset, preset_names
-from entropix_jax.sampler.mechanisms import MECHANISMS
+from entropix_jax.sampler.mechanisms import ACTING, MECHANISMS
 from entropix_jax.sampler.mechanisms.surrogate import SURROGATE
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
@@ -61,7 +61,7 @@ class ServedModel:
             # A surrogate is a control for studies, and takes time to compile.
             every |= {mechanism.name for mechanism in MECHANISMS} - {SURROGATE.name}
         elif user_mechanisms:
-            every |= {mechanism.name for mechanism in MECHANISMS if mechanism.may is not None}
+            every |= ACTING
         return ProgramList(self.choose_sampler(), [*dict.fromkeys((first, every))])
 
     def check_name(self, name: str) -> None:

@@ -137,8 +137,8 @@ WRONG = [
 # Of these values, the valid ones of each function's arguments.
 VALID = {
     "stream": (
-        "prompt='x' ask=None chat=None recording=None retrieve=None stop='x' stop=None "
-        "system=None ask=<buil retrieve=<buil"
+        "prompt='x' ask=None chat=None recording=None lookup=None stop='x' stop=None "
+        "system=None ask=<buil lookup=<buil"
     ),
     "score": "text='x' context=None recording=None",
     "load": "model=None dtype=None mesh=None",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,15 @@ import pytest
 from entropix_jax.engine import api as runs
 from entropix_jax.engine import decode
 from entropix_jax.engine import programs as module
+from entropix_jax.engine import row as row_module
 from entropix_jax.engine.api import generate, stream
+from entropix_jax.engine.hooks import result_tokens
 from entropix_jax.engine.records import MAX_TOP
 from entropix_jax.engine.results import Row
 from entropix_jax.engine.shapes import MAX_STEPS
 from entropix_jax.engine.state import Recording
 from entropix_jax.engine.tokens import encode_prompt
-from entropix_jax.errors import UserError
+from entropix_jax.errors import Note, UserError
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.names import BOXES
 from entropix_jax.sampler.presets import load_sampler
@@ -233,12 +237,22 @@ def test_encode_prompt(model: LanguageModel) -> None:
 
 
 # Injects a thought in about every other step.
-ASKING = load_sampler(LITERAL).with_values(
+THINKING = load_sampler(LITERAL).with_values(
     {
         "regimes.helv": ["entropy > 1.5"],
         "arms.lehv": "explore",
         "inject.thought": ["Hm.", "So:"],
         "inject.cooldown": 1,
+    }
+)
+# Looks something up instead.
+LOOKING = THINKING.with_values(
+    {
+        "arms.helv": "lookup",
+        "lookup.per_row": 1000,
+        "lookup.cooldown": 1,
+        "lookup.before": "",
+        "lookup.after": "",
     }
 )
 
@@ -257,14 +271,14 @@ class Shown:
 
 
 class Library(Shown):
-    """A `retrieve` hook that cycles through its texts and checks its argument."""
+    """A `lookup` hook that cycles through its texts and checks its argument."""
 
-    def __init__(self, model: LanguageModel, texts: Sequence[str], **options: Any) -> None:
-        super().__init__(model, retrieve=self.retrieve, **options)
+    def __init__(self, model: LanguageModel, texts: Sequence[str | None], **options: Any) -> None:
+        super().__init__(model, lookup=self.look_up, **options)
         self.texts = texts
-        self.found: list[tuple[int, str]] = []  # the number of tokens, and the text returned there
+        self.found: list[tuple[int, str | None]] = []  # the number of tokens, and the text returned
 
-    def retrieve(self, text: str) -> str:
+    def look_up(self, text: str) -> str | None:
         (row,) = self.generation.rows
         known = [*row.request.prompt, *ids_of(row)]
         assert text == self.model.tokenizer.decode(known)
@@ -274,95 +288,150 @@ class Library(Shown):
         return answer
 
 
-def check_answers(model: LanguageModel, row: Row, library: Library, thoughts: list[str]) -> None:
-    """Checks that each answer is injected where requested, or the next thought if it cannot be."""
-
-    def encode(text: str) -> list[int]:
-        return model.tokenizer.encode(text, add_bos=False) if text else []
-
-    expected = 0
-    for turn, (at, text) in enumerate(library.found):
-        own = thoughts[turn % len(thoughts)] if thoughts else ""
-        fitting = (t for t in (encode(text), encode(own)) if 0 < len(t) <= TOKENS - at)
-        wanted = next(fitting, [])
-        written = row.tokens[at : at + len(wanted)]
-        assert [token.token_id for token in written] == wanted
-        assert {token.action for token in written} <= {"inject"}
-        if not wanted:
-            assert row.tokens[at].action == "sample"
-        expected += len(wanted)
-    assert sum(token.action == "inject" for token in row.tokens) == expected
-    assert [token.position for token in row.tokens] == list(range(5, 5 + TOKENS))
-    assert row.finish_reason == "length"
-
-
-@pytest.mark.parametrize(
-    ("texts", "thoughts"),
-    [
-        (["XY"], ["Hm.", "So:"]),
-        (["XY", "", " of the", "z" * 60, ""], ["Hm.", "So:"]),
-        ([""], ["Hm."]),
-        (["", "a fact"], []),
-    ],
-)
-def test_retrieved_texts_are_injected(
-    model: LanguageModel, texts: list[str], thoughts: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("texts", [["XY", "", " of the", "z" * 60, None], [None], ["a fact"]])
+def test_results_of_lookups_are_inserted(
+    model: LanguageModel, texts: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampler = ASKING.with_values({"inject.thought": thoughts})
-    library = Library(model, texts, sampler=sampler)
+    """A result is inserted where the row waits for it, unless the row has it or no space for it."""
+    library = Library(model, texts, sampler=LOOKING)
     row = library.run()
     assert len(library.found) > 5
-    check_answers(model, row, library, thoughts)
+    expected, prompt = 0, [*row.request.prompt]
+    for at, text in library.found:
+        tokens = model.tokenizer.encode_within((text or "").strip())
+        before = [*prompt, *ids_of(row)[:at]]
+        has = any(before[i : i + len(tokens)] == tokens for i in range(len(before)))
+        wanted = tokens if len(tokens) <= TOKENS - at and not has else []
+        written = row.tokens[at : at + len(wanted)]
+        assert [token.token_id for token in written] == wanted
+        assert {token.action for token in written} <= {"lookup"}
+        assert wanted or row.tokens[at].action == "sample"
+        expected += len(wanted)
+    assert sum(token.action == "lookup" for token in row.tokens) == expected
+    assert (len(row.tokens), row.finish_reason) == (TOKENS, "length")
     for steps in (1, 7, MAX_STEPS):
         set_pace(monkeypatch, steps)
-        again = Library(model, texts, sampler=sampler)
+        again = Library(model, texts, sampler=LOOKING)
         assert same(again.run(), row)
         assert again.found == library.found
 
 
-@pytest.mark.parametrize("thought", ["", "ab"])
+@pytest.mark.parametrize("per_row", [10**6, 3])
 @pytest.mark.parametrize("text", ["", "x", "a text that does not fit " * 20])
-def test_retrieve_is_called_once_per_position(
-    model: LanguageModel, text: str, thought: str
-) -> None:
-    """A row that asks at every position ends, for any answers and without limits."""
+def test_lookups_of_a_row_are_limited(model: LanguageModel, text: str, per_row: int) -> None:
+    """A row that looks something up at every position ends, with any results."""
     asked: list[str] = []
 
-    def retrieve(said: str) -> str:
+    def look_up(said: str) -> str:
         asked.append(said)
         return text
 
     always: dict[str, Any] = {f"regimes.{box}": ["entropy < -1"] for box in BOXES}
-    always |= {"regimes.helv": ["entropy > -1"], "loop.max_period": 0, "inject.thought": thought}
-    sampler = load_sampler(LITERAL).with_values(
-        {**always, "inject.per_row": 10**6, "inject.cooldown": 0}
-    )
-    (row,) = run(model, requests([ids(3)], 20), sampler=sampler, retrieve=retrieve)
+    always |= {"regimes.helv": ["entropy > -1"], "loop.max_period": 0, "lookup.per_row": per_row}
+    sampler = LOOKING.with_values(always)
+    (row,) = run(model, requests([ids(3)], 20), sampler=sampler, lookup=look_up)
     assert (len(row.tokens), row.finish_reason) == (20, "length")
-    assert 5 <= len(asked) <= 20
+    assert min(5, per_row) <= len(asked) <= min(20, per_row)
     assert len({*asked}) == len(asked), "once at a position"
 
 
 @pytest.mark.parametrize("kind", ["draw.bans", "draw.bias"])
-def test_texts_with_banned_tokens_are_not_injected(model: LanguageModel, kind: str) -> None:
-    """The sampler's own thought replaces the retrieved text. A bias of -100 bans, too."""
+def test_texts_with_banned_tokens_are_not_inserted(model: LanguageModel, kind: str) -> None:
+    """A bias of -100 bans, too."""
 
-    def written(*banned: str, retrieve: bool = True) -> set[str]:
+    def written(*banned: str) -> set[str]:
         tokens = [model.tokenizer.encode_within(text)[-1] for text in banned]
         value: Any = tokens if kind == "draw.bans" else [[token, -100] for token in tokens]
-        sampler = ASKING.with_values({"inject.thought": "Hm.", kind: value})
-        options: dict[str, Any] = {"retrieve": lambda _: "XY"} if retrieve else {}
-        (row,) = run(model, requests([ids(5)]), sampler=sampler, **options)
-        assert not {*tokens} & {token.token_id for token in row.tokens}
-        text = "".join(token.text for token in row.tokens if token.action == "inject")
-        return {thought for thought in ("XY", "Hm.") if thought in text}
+        found = set[str]()
+        for sampler, text in ((THINKING, "Hm."), (LOOKING, "XY")):
+            changed = sampler.with_values({"inject.thought": "Hm.", kind: value})
+            (row,) = run(model, requests([ids(5)]), sampler=changed, lookup=lambda _: "XY")
+            assert not {*tokens} & {token.token_id for token in row.tokens}
+            forced = [token.text for token in row.tokens if token.action in ("inject", "lookup")]
+            found |= {text} if text in "".join(forced) else set()
+        return found
 
-    assert written() == {"XY"}
+    assert written() == {"XY", "Hm."}
     assert written("Hm.") == {"XY"}
     assert written("XY") == {"Hm."}
-    assert written("XY", "Hm.") == set()
-    assert written("XY", retrieve=False) == {"Hm."}
-    assert written("Hm.", retrieve=False) == set()
+
+
+def test_form_of_a_result(model: LanguageModel) -> None:
+    """Control tokens are removed by id. A long result ends with a whole word."""
+    tokenizer = model.tokenizer
+    values = {"lookup.before": " [", "lookup.after": ["]"], "lookup.most": 8}
+
+    def shown(found: str) -> str:
+        tokens = result_tokens(tokenizer, values, found)
+        assert not {*tokens} & tokenizer.special_ids
+        return tokenizer.decode_within(tokens)
+
+    assert shown("Nora.") == " [Nora.]"
+    assert shown("  ") == shown("") == shown("<|eot_id|>") == ""
+    assert "Nora" in shown("<|eot_id|>Nora")
+    assert shown("a b " * 10**6) == " [a b a b a b a]"
+    assert shown("z" * 10**7) == ""
+    assert shown("\ud800") == " [?]"
+
+
+def test_a_lookup_without_a_result_is_reported(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lookup that fails or is late changes nothing but the count of lookups."""
+    wanted, sampler = requests([ids(5)]), LOOKING.with_values({"lookup.per_row": 2})
+    (whole,) = run(model, wanted, sampler=sampler, lookup=lambda _: None)
+    failed: Future[str] = Future()
+    failed.set_exception(OSError("gone\nfor good"))
+    monkeypatch.setattr(row_module, "LOOKUP_SECONDS", 0.1)
+    for look_up, why in (
+        (lambda _: failed, "gone"),
+        (lambda _: 1 / 0, "division by zero"),
+        (lambda _: Future(), r"no result within 15 s"),
+    ):
+        with pytest.warns(Note, match=rf"^a lookup failed: {why}: the row continues without it$"):
+            (row,) = run(model, wanted, sampler=sampler, lookup=look_up)
+        assert same(row, whole)
+    with pytest.raises(UserError, match=r"^lookup returned 5: it must return a text, None or a F"):
+        run(model, wanted, sampler=sampler, lookup=lambda _: 5)
+
+
+def test_other_rows_run_while_one_waits(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A result arrives after all other rows have ended, those that waited for a slot included."""
+    monkeypatch.setattr(runs, "_MAX_SLOTS", 2)
+    wanted, sampler = (
+        requests([ids(5), ids(9, 70), ids(3)]),
+        LOOKING.with_values({"lookup.per_row": 1}),
+    )
+    expected = run(model, wanted, sampler=sampler, lookup=lambda text: f"{len(text)}!")
+    start, late = model.tokenizer.decode(ids(5)), dict[str, Future[str]]()
+
+    def look_up(text: str) -> str | Future[str]:
+        if not text.startswith(start):
+            return f"{len(text)}!"
+        return late.setdefault(text, Future())
+
+    generation = run_specs(model, wanted, sampler, ignore_eos=True, lookup=look_up)
+    ended = 0
+    for event in generation:
+        ended += event.row.number > 0 and event.row.finish_reason is not None
+        ((text, future),) = late.items() if late else [("", None)]
+        if ended == 2 and future is not None and not future.done():
+            future.set_result(f"{len(text)}!")
+    assert len(late) == 1
+    assert all(map(is_same, generation.rows, expected))
+
+
+def test_a_run_stops_while_all_rows_wait(model: LanguageModel) -> None:
+    never: Future[str] = Future()
+    generation = run_specs(model, requests([ids(5)]), LOOKING, lookup=lambda _: never)
+    timer = threading.Timer(0.5, generation.stop)
+    timer.start()
+    (row,) = generation.run()
+    assert row.finish_reason is None
+    generation.interrupt()
+    assert row.finish_reason == "interrupt"
 
 
 def test_inserted_texts_keep_their_spaces(model: LanguageModel, tmp_path: Path) -> None:
@@ -373,12 +442,12 @@ def test_inserted_texts_keep_their_spaces(model: LanguageModel, tmp_path: Path) 
     wanted = [Spec(prompt, "0", TOKENS)]
     for text in (" a cat", "a cat"):
         for sampler, options in (
-            (ASKING.with_values({"inject.thought": text}), {}),
-            (ASKING, {"retrieve": lambda _, text=text: text}),
+            (THINKING.with_values({"inject.thought": text}), {}),
+            (LOOKING.with_values({"lookup.before": text}), {"lookup": lambda _: "s"}),
         ):
             (row,) = run(spaced, wanted, sampler=sampler, **options)
-            thoughts = [token.text for token in row.tokens if token.action == "inject"]
-            assert "".join(thoughts).startswith(text * 2)
+            written = [t.text for t in row.tokens if t.action in ("inject", "lookup")]
+            assert "".join(written).startswith(text + ("s" if options else text))
     (row,) = run(spaced, wanted, sampler=FORKING, recording=RECORDING)
     own = spaced.tokenizer.token_id("▁a")
     likely = [(i, text) for token in row.tokens for i, text, _ in token.top or ()]
@@ -388,10 +457,7 @@ def test_inserted_texts_keep_their_spaces(model: LanguageModel, tmp_path: Path) 
     assert all(branch.text.startswith(" a") for branch in known)
 
 
-def test_invalid_hook_results_are_reported(model: LanguageModel) -> None:
-    """A hook without a `return` gives None."""
-    with pytest.raises(UserError, match=r"^retrieve returned None: it must return a text"):
-        run(model, requests([ids(5)]), sampler=ASKING, retrieve=lambda text: None)
+def test_invalid_answers_are_reported(model: LanguageModel) -> None:
     for answer in (2, -1, "first"):
         options: dict[str, Any] = {"ask": lambda row, texts, answer=answer: answer}
         with pytest.raises(UserError, match=rf"^ask returned {answer!r}: it must return 0, 1"):
@@ -401,19 +467,19 @@ def test_invalid_hook_results_are_reported(model: LanguageModel) -> None:
 def test_a_row_that_ends_while_it_waits_does_not_block_others(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host finds the stop string when the device has already reached the next question. The row
-    gets no answer, and must not block the others, of which each gets the text that it asked for."""
+    """The host finds the stop string when the device has already reached the next lookup. The row
+    gets no result, and must not block the others, of which each gets its own result."""
     wanted = requests([ids(5), ids(9, 70), ids(3)])
     asked: list[str] = []
 
-    def retrieve(text: str) -> str:
+    def look_up(text: str) -> str:
         asked.append(text)
         return f"{len(text)}!"
 
     set_pace(monkeypatch, 4)
-    whole = run(model, wanted, sampler=ASKING, retrieve=retrieve)
+    whole = run(model, wanted, sampler=LOOKING, lookup=look_up)
     for request, row in zip(wanted, whole, strict=True):
-        assert is_same(row, *run(model, [request], sampler=ASKING, retrieve=retrieve))
+        assert is_same(row, *run(model, [request], sampler=LOOKING, lookup=look_up))
     calls, step = itertools.count(), decode.decode
 
     def counted(*arguments: Any, **options: Any) -> Any:
@@ -424,7 +490,7 @@ def test_a_row_that_ends_while_it_waits_does_not_block_others(
     for number in (4, 8, 13):
         stop = "".join(token.text for token in whole[0].tokens[:number])[-3:]
         asked.clear()
-        generation = run_specs(model, wanted, ASKING, ignore_eos=True, retrieve=retrieve, stop=stop)
+        generation = run_specs(model, wanted, LOOKING, ignore_eos=True, lookup=look_up, stop=stop)
         calls = itertools.count()
         generation.run()
         assert next(calls) > 4
@@ -432,7 +498,7 @@ def test_a_row_that_ends_while_it_waits_does_not_block_others(
         for row, full in ((first, whole[0].text), (second, whole[1].text)):
             assert row.finish_reason == ("stop" if stop in full else "length")
             assert row.text == full.partition(stop)[0]
-        # `retrieve` is not called for a row whose text has ended.
+        # `lookup` is not called for a row whose text has ended.
         prompt = model.tokenizer.decode(ids(5))
         assert not any(text.startswith(prompt) and stop in text for text in asked)
 

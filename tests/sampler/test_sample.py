@@ -68,7 +68,7 @@ def test_rows_with_non_finite_logits_are_marked(bad: float) -> None:
     np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("action", ["inject", "branch", "backspace"])
+@pytest.mark.parametrize("action", ["inject", "lookup", "branch", "backspace"])
 def test_a_custom_arm_cannot_exceed_budgets(action: str) -> None:
     """A row with a spent budget just samples, so that no arm can cause an endless run."""
 
@@ -80,15 +80,17 @@ def test_a_custom_arm_cannot_exceed_budgets(action: str) -> None:
     logits = jnp.asarray(np.tile(logits_for("mid"), (2, 1)))
     free = {"inject.thought": "a", "backspace.max_prob": 1.0}
     spent = {**free, "inject.per_row": 0, "branch.per_row": 0, "backspace.per_row": 0}
+    spent |= {"lookup.per_row": 0}
     settings = batch_of(*(settings_of(sampler.with_values(c)) for c in (free, spent)))
     state = fresh_state(2)
     state = replace(state, trail=replace(state.trail, rewindable=jnp.asarray([1, 1])))
-    rows = rows_of(TEXT, TEXT, generated=1)
+    rows = rows_of(TEXT, TEXT, generated=1, looks_up=True)
     parts = sampler.parts(settings_of(sampler))
     choice, step, after = choose_jit(logits, attn_stats(2), settings, state, rows, parts=parts)
     assert actions_of(choice) == [action, "sample"]
     assert step.forks.tolist() == [action == "branch", False]
     assert step.rewinds.tolist() == [action == "backspace", False]
+    assert step.waits.tolist() == [action == "lookup", False]
     assert after.tally.states["inject"].begun.tolist() == [action == "inject", 0]
     assert after.trail.again.tolist() == [action == "backspace", False]
     assert after.trail.rewindable.tolist() == [0, 2]
@@ -112,7 +114,7 @@ def test_a_custom_control_cannot_exceed_limits() -> None:
     entries = replace(trail.entries, attempts=jnp.tile(attempts, MAX_REACH))
     state = replace(state, trail=replace(trail, entries=entries))
     rows = replace(rows_of(*[TEXT] * batch), generated=jnp.asarray([0, 0, 1, 2, 2]))
-    rows = replace(rows, asks=jnp.arange(batch) == 4)
+    rows = replace(rows, looks_up=jnp.arange(batch) == 4)
     logits = jnp.asarray(np.tile(logits_for("mid"), (batch, 1)))
     parts = Parts(sampler.mechanisms, frozenset({"argmax", "eager"}))
     _, step, after = choose_jit(logits, attn_stats(batch), settings, state, rows, parts=parts)
@@ -177,6 +179,21 @@ def test_some_token_is_left_to_draw() -> None:
             assert sorted([*tokens, *banned]) == [0, 1, 2]
 
 
+def test_places_of_lookups() -> None:
+    """A row waits if it has a lookup function, budget and no cooldown, which begins then."""
+    fields = [(True, 4, 0, 0), (False, 4, 0, 0), (True, 3, 0, 0), (True, 4, 2, 0), (True, 4, 0, 1)]
+    looks_up, generated, begun, cooldown = (jnp.asarray(each) for each in zip(*fields, strict=True))
+    own = {"arms.mid": "lookup", "lookup.per_row": 2, "lookup.earliest": 4, "lookup.cooldown": 7}
+    rows = replace(rows_of(*[TEXT] * 5), looks_up=looks_up, generated=generated)
+    state = with_state(fresh_state(5), "lookup", begun=begun, cooldown=cooldown)
+    logits = np.tile(logits_for("mid"), (5, 1))
+    choice, step, after = run_step(logits, params_of(LITERAL, {**BOUNDS, **own}), rows, state)
+    assert actions_of(choice) == ["lookup", *["sample"] * 4]
+    assert step.waits.tolist() == [True, *[False] * 4]
+    assert after.tally.states["lookup"].begun.tolist() == [1, 0, 0, 2, 0]
+    assert after.tally.states["lookup"].cooldown.tolist() == [7, 0, 0, 0, 0]
+
+
 # Thoughts
 
 
@@ -221,7 +238,6 @@ def thought_case(
     remaining: int = 5,
     begun: int = 0,
     cooldown: int = 0,
-    asks: bool = False,
     eos: int = END,
     **changes: Any,
 ) -> dict[str, Any]:
@@ -247,19 +263,12 @@ CASES: list[tuple[dict[str, Any], bool]] = [
     (thought_case(remaining=4), False),
     (thought_case(inject__thought=""), False),
     (thought_case(inject__thought=["", " Hm"], remaining=3), True),
-    # With a hook for the text, the configured thought need not fit.
-    (thought_case(asks=True, remaining=1), True),
-    (thought_case(asks=True, inject__thought=""), True),
-    (thought_case(asks=True, generated=4), False),
-    (thought_case(asks=True, cooldown=1), False),
-    (thought_case(asks=True, begun=2), False),
     # Thoughts with banned tokens are not written.
     (thought_case(draw__bans=[1, ord("i")]), False),
     (thought_case(draw__bias=[[ord("t"), -100]]), False),
     (thought_case(draw__bias=[[ord("t"), -99.5]]), True),
     (thought_case(draw__bans=[ord("i")], inject__thought=[" Hi", " Wo"], begun=1), True),
     (thought_case(draw__bans=[ord("i")], inject__thought=[" Hi", " Wo"]), False),
-    (thought_case(draw__bans=[ord("i")], asks=True), True),
     # Thoughts anywhere, as in the documents.
     (thought_case("It is", "x", inject__after=""), True),
     # Other marks.
@@ -275,8 +284,7 @@ def test_places_of_thoughts() -> None:
     settings = batch_of(*(params_of("entropix", {**ALWAYS, **each["own"]}) for each in cases))
     rows = rows_of(*(each["text"].encode() for each in cases))
     fields: dict[str, Any] = {
-        name: jnp.asarray([each[name] for each in cases])
-        for name in ("generated", "remaining", "asks")
+        name: jnp.asarray([each[name] for each in cases]) for name in ("generated", "remaining")
     }
     rows = replace(rows, eos_ids=jnp.asarray([[-1, each["eos"]] for each in cases]), **fields)
     state = with_state(
@@ -291,13 +299,12 @@ def test_places_of_thoughts() -> None:
     for i, (given, writes) in enumerate(CASES):
         action = ACTIONS[int(choice.proposal.action[i])]
         assert action == ("inject" if writes else "sample"), given
-        waits, begun = bool(step.waits[i]), int(after.tally.states["inject"].begun[i])
-        assert (waits, begun) == (writes and given["asks"], given["begun"] + writes), given
+        assert int(after.tally.states["inject"].begun[i]) == given["begun"] + writes, given
         assert float(choice.proposal.temperature[i]) == pytest.approx(0.666 * (1.3 + 0.2 * 0.25))
         queue = int(step.tally_before.queued[i])
         if not writes:
             assert (int(choice.token[i]), queue) == (drawn[i], 0), given
-        elif not waits:
+        else:
             texts = given["own"].get("inject.thought", ALWAYS["inject.thought"])
             texts = [text for text in ([texts] if isinstance(texts, str) else texts) if text]
             thought = texts[given["begun"] % len(texts)].encode()

@@ -47,10 +47,13 @@ FAR_BACK = (
 # One arm in every regime, loops included, with budgets that no row reaches.
 ENDLESS = (
     ALL
+    | {"lookup.per_row": 10**6, "lookup.cooldown": 1}
     | {"inject.per_row": 10**6, "inject.cooldown": 0, "branch.per_row": 10**6}
     | {"backspace.per_row": 10**6, "backspace.per_position": MAX_ATTEMPTS}
     | {"backspace.max_prob": 1.0, "backspace.reach": 1, "loop.max_period": 4, "loop.repeats": 2}
 )
+
+LOOKUP = {"lookup": lambda text: f"{len(text)} letters" if len(text) % 3 else None}
 
 
 @dataclass(frozen=True)
@@ -113,8 +116,16 @@ SPECIAL: Mapping[str, Case] = {
     "stopped": Case("temperature", HOT, options={"stop": ["e", "<|im_end|>"]}),
     "hooks": Case(
         "entropix",
-        ALL | {"branch.margin": 5.0},
-        options={"retrieve": lambda text: " so", "ask": lambda row, texts: 1},
+        ALL
+        | {"branch.margin": 5.0, "arms.helv": "lookup", "lookup.cooldown": 1, "lookup.per_row": 9},
+        options=LOOKUP | {"ask": lambda row, texts: 1},
+    ),
+    "clarify": Case(
+        "entropix",
+        ALL
+        | {"arms.helv": "clarify", "arms.hehv": "clarify", "arms.lehv": "clarify"}
+        | {"clarify.width": 3, "clarify.least": 1.5, "clarify.length": 4, "clarify.per_row": 3},
+        options={"clarify": True},
     ),
     # Branches longer than the blocks of 32 positions in which the cache is copied.
     "deep": Case("adadec", {"branch.depth": 40, "branch.commit_all": True}, budget=100),
@@ -130,8 +141,10 @@ SPECIAL: Mapping[str, Case] = {
         "temperature", HOT | {"confidence.threshold": 100.0, "confidence.window": 5}, budget=5
     ),
     **{
-        f"endless-{arm}": Case("entropix", ENDLESS | {f"arms.{served}": arm for served in SERVED})
-        for arm in ("inject", "branch", "backspace")
+        f"endless-{arm}": Case(
+            "entropix", ENDLESS | {f"arms.{served}": arm for served in SERVED}, options=LOOKUP
+        )
+        for arm in ("inject", "lookup", "branch", "backspace")
     },
     **{f"far-back-{n}": Case("entropix", FAR_BACK, budget=n) for n in range(1, 9)},
     # Rows that are rarely in doubt, so that they go back far.
@@ -239,6 +252,11 @@ def random_case(seed: int) -> Case:
         "inject.cooldown": number(0, 6),
         "inject.per_row": often(1000, number(0, 3)),
         "inject.until_confident": one_of(True, False),
+        "lookup.earliest": number(0, 3),
+        "lookup.cooldown": number(1, 6),
+        "lookup.per_row": often(1000, number(0, 3)),
+        "lookup.before": often(" [", ""),
+        "lookup.most": number(1, 8),
         "branch.width": number(1, 10),
         "branch.depth": number(1, 8),
         "branch.until": often("regime", one_of("punctuation", "line", "depth")),
@@ -283,7 +301,7 @@ def random_case(seed: int) -> Case:
         | scalars,
         str(one_of(*PROMPTS)),
         often(BUDGET, number(1, 40)),
-        {"eos_ids": often((), (PERIOD,))},
+        {"eos_ids": often((), (PERIOD,))} | often(LOOKUP, {}),
     )
 
 

@@ -181,7 +181,8 @@ def context(
 ) -> Context:
     """Returns the context of a row with all actions allowed or forbidden, except for `changes`."""
     metrics = metrics_of() if metrics is None else metrics
-    actions = {"inject": may, "branch": may, "backspace": may} | changes
+    names = "inject", "lookup", "branch", "clarify", "backspace"
+    actions = dict.fromkeys(names, may) | changes
     fresh: SamplerState = jax.tree.map(lambda x: jnp.asarray(x[0]), fresh_state(1))
     zero, none = jnp.float32(0), jnp.int32(0)
     return Context(
@@ -197,7 +198,8 @@ def context(
         trail=fresh.trail,
         remaining=jnp.int32(50),
         eos_ids=jnp.full(2, -1, jnp.int32),
-        asks=jnp.bool_(False),
+        looks_up=jnp.bool_(False),
+        clarifies=jnp.bool_(False),
         may={name: jnp.asarray(may) for name, may in actions.items()},
         thresholds=jnp.asarray(thresholds, jnp.float32),
         history=jnp.zeros(8, jnp.int32),

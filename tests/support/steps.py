@@ -37,7 +37,7 @@ def choose_jit(*rows: Any, parts: Parts = PARTS) -> tuple[Choice, Step, SamplerS
 
 
 def rows_of(
-    *histories: Sequence[int], generated: int = 0, remaining: int = 50, asks: bool = False
+    *histories: Sequence[int], generated: int = 0, remaining: int = 50, looks_up: bool = False
 ) -> RowView:
     """Returns rows with these tokens and different row ids. Junk follows the tokens."""
     batch = len(histories)
@@ -53,7 +53,8 @@ def rows_of(
         generated=jnp.full(batch, generated, jnp.int32),
         remaining=jnp.full(batch, remaining, jnp.int32),
         eos_ids=jnp.full((batch, 2), -1, jnp.int32),
-        asks=jnp.full(batch, asks),
+        looks_up=jnp.full(batch, looks_up),
+        clarifies=jnp.zeros(batch, bool),
         branch=jnp.full(batch, -1, jnp.int32),
         vocab_size=VOCAB,
     )

@@ -7,7 +7,9 @@ counts in results, and the order in which filters run.
 
 from entropix_jax.sampler.mechanisms.backspace import BACKSPACE
 from entropix_jax.sampler.mechanisms.branch import BRANCH
+from entropix_jax.sampler.mechanisms.clarify import CLARIFY, QUESTION
 from entropix_jax.sampler.mechanisms.inject import INJECT
+from entropix_jax.sampler.mechanisms.lookup import LOOKUP
 from entropix_jax.sampler.mechanisms.phrases import PHRASES
 from entropix_jax.sampler.mechanisms.plain import (
     ADAPTIVE,
@@ -26,14 +28,17 @@ from entropix_jax.sampler.mechanisms.stopping import BUDGET_FORCING, CONFIDENCE,
 from entropix_jax.sampler.mechanisms.surrogate import SURROGATE
 from entropix_jax.sampler.mechanisms.view import VIEW
 
-_ARMS = ARGMAX, INJECT, EXPLORE, BRANCH, RESAMPLE, BACKSPACE, ADAPTIVE, SAMPLE
+_ARMS = ARGMAX, INJECT, LOOKUP, EXPLORE, BRANCH, CLARIFY, RESAMPLE, BACKSPACE, ADAPTIVE, SAMPLE
 _DRAWS = EDT, DYNATEMP, FORKING  # arms whose action is `sample`
 _OBSERVERS = VIEW, SURROGATE
 _FILTERS = *RULES, REPETITION, NO_REPEAT_NGRAM, DRY, XTC, ADAPTIVE_P
 
-_OTHERS = *_OBSERVERS, THINK_END, BUDGET_FORCING, *_FILTERS, PHRASES, CONFIDENCE
+_OTHERS = *_OBSERVERS, THINK_END, BUDGET_FORCING, *_FILTERS, PHRASES, QUESTION, CONFIDENCE
 
 MECHANISMS = *_ARMS, *_DRAWS, *_OTHERS
+
+# Mechanisms that a user's own arm may act by.
+ACTING = frozenset({QUESTION.name} | {m.name for m in MECHANISMS if m.may is not None})
 
 # The actions in a trace.
 ACTIONS = tuple(m.name for m in (*_ARMS, THINK_END, BUDGET_FORCING, PHRASES))

@@ -47,9 +47,13 @@ from entropix_jax.sampler.settings import (
 from entropix_jax.sampler.state import Proposal
 from entropix_jax.stats import sum_last, top
 
-UNTIL = ("regime", "punctuation", "line", "depth")
-_PUNCTUATION = re.compile(r"\s*[.,?!:;)\]}]\s*|.*\n.*", re.DOTALL)
-_LINE = re.compile(r".*\n.*", re.DOTALL)
+# Texts of tokens that end a branch.
+PATTERNS = {
+    "punctuation": re.compile(r"\s*[.,?!:;)\]}]\s*|.*\n.*", re.DOTALL),
+    "sentence": re.compile(r".*[.?!][\s\"')\]\u2019\u201d]*|.*\n.*", re.DOTALL),
+    "line": re.compile(r".*\n.*", re.DOTALL),
+}
+UNTIL = ("regime", *PATTERNS, "depth")
 
 
 @struct.dataclass
@@ -63,9 +67,8 @@ class BranchEnds:
 def _branch_ends(value: str, host: Any) -> BranchEnds:
     """Returns the ends of branches for `until`, as flags per token."""
     ends: Any = np.zeros(host.vocab_size, bool)
-    if value in ("punctuation", "line"):
-        pattern = _PUNCTUATION if value == "punctuation" else _LINE
-        found = [pattern.fullmatch(text) is not None for text in host.token_texts()]
+    if value in PATTERNS:
+        found = [PATTERNS[value].fullmatch(text) is not None for text in host.token_texts()]
         ends[: len(found)] = found
     return BranchEnds(by_regime=np.asarray(value == "regime"), of_token=ends)  # type: ignore[arg-type]
 

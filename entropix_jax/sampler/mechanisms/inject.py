@@ -18,7 +18,7 @@ import numpy as np
 from flax import struct
 
 from entropix_jax.sampler.context import Context, draw, where
-from entropix_jax.sampler.control import WAIT, Verdict, force, when
+from entropix_jax.sampler.control import Verdict, force, when
 from entropix_jax.sampler.history import ends_in
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.regimes import LELV
@@ -80,7 +80,7 @@ class InjectSettings:
         are_marks, 'a list of single characters, such as [".", "?"]', sentence_flags, ""
     )
     earliest: jax.Array = number(*COUNT, integer=True, default=0)  # tokens before the first thought
-    per_row: jax.Array = number(*COUNT, integer=True)  # thoughts of a row, asked for ones too
+    per_row: jax.Array = number(*COUNT, integer=True)  # thoughts of a row
     cooldown: jax.Array = number(*COUNT, integer=True)  # tokens after a thought's last one
     until_confident: jax.Array = flag()  # the first LELV token ends the cooldown
     temperature_scale: jax.Array = number(*COEFFICIENT)
@@ -99,7 +99,7 @@ class InjectState:
 def may_inject(ctx: Context) -> jax.Array:
     """Returns whether a thought may come next.
 
-    Requires a configured or requested thought that fits and has no banned token, the end of a
+    Requires a configured thought that fits and has no banned token, the end of a
     sentence, and no cooldown. A row that ends in a thought gets no other (documents 000 and 001).
     """
     own: InjectSettings = ctx.settings.own["inject"]
@@ -108,7 +108,7 @@ def may_inject(ctx: Context) -> jax.Array:
     fits = (length > 0) & (length <= ctx.remaining) & ~holds_banned(ctx.settings, tokens)
     just_asked = jnp.any(ends_in(ctx.history, ctx.length, own.thought))  # injected or not
     budget = (row.begun < own.per_row) & (ctx.generated >= own.earliest)
-    free = (fits | ctx.asks) & ~just_asked & (row.cooldown == 0) & budget
+    free = fits & ~just_asked & (row.cooldown == 0) & budget
     return free & (~own.after.enabled | own.after.has(ctx.history[ctx.length - 1], ENDS))
 
 
@@ -125,20 +125,15 @@ def propose(ctx: Context) -> Proposal:
 
 
 def control(ctx: Context, token: jax.Array) -> Verdict:
-    """Forces the next thought, unless the drawn token is an end token. A row with a `retrieve`
-    function waits for its text instead."""
+    """Forces the next thought, unless the drawn token is an end token."""
     own: InjectSettings = ctx.settings.own["inject"]
     row: InjectState = ctx.states["inject"]
     last = ctx.history[ctx.length - 1]
     begins = own.after.has(token, SPACED) | own.after.has(last, CLOSED)
     ends = jnp.any(token == ctx.eos_ids)
     thought, _ = _turn(own, row.begun)
-    written = force(thought)
-    verdict = replace(written, kind=jnp.where(ctx.asks, WAIT, written.kind))
-    # The cooldown of a row that waits begins now: the host may have no text for it.
-    cooldown = jnp.where(ctx.asks, jnp.maximum(own.cooldown, 1), row.cooldown)
-    after = InjectState(cooldown=cooldown, begun=row.begun + 1)
-    return when(~own.after.enabled | (begins & ~ends), verdict, after)
+    after = replace(row, begun=row.begun + 1)
+    return when(~own.after.enabled | (begins & ~ends), force(thought), after)
 
 
 def advance(ctx: Context) -> InjectState:
