@@ -54,7 +54,7 @@ MAX_POSITIONS = 4096
 BATCH_TOKENS = 2048
 # Share of the steps and row length of each stage: short rows are cheap, long ones teach long texts.
 STAGES = ((0.35, 128), (0.45, 256), (0.14, 512), (0.06, 1024))
-PEAK_RATE, PEAK_RATE_FROM_TINY = 3e-3, 1.5e-3
+PEAK_RATE, PEAK_RATE_FROM_TINY = 3e-3, 1e-3
 WARMUP = 100  # steps
 DECAY = 0.65  # share of the steps in which the rate falls to 0
 WEIGHT_DECAY = 0.05
