@@ -1,7 +1,7 @@
 """Trains `weights/tiny` from a seed on text drawn from the generator, and checks it.
 
     python scripts/train_tiny.py --output weights/tiny [--seed N] [--steps N]
-    python scripts/train_tiny.py --output weights/asking --world asking --steps 1200
+    python scripts/train_tiny.py --output weights/asking --world asking --steps 600
 
 The model of the asking world starts from the weights in `weights/tiny`, and has its own tokenizer.
 Needs the extra `train`. Progress goes to standard output: the loss on the batch, and on held-out
@@ -54,7 +54,7 @@ MAX_POSITIONS = 4096
 BATCH_TOKENS = 2048
 # Share of the steps and row length of each stage: short rows are cheap, long ones teach long texts.
 STAGES = ((0.35, 128), (0.45, 256), (0.14, 512), (0.06, 1024))
-PEAK_RATE, PEAK_RATE_FROM_TINY = 3e-3, 1e-3
+PEAK_RATE, PEAK_RATE_FROM_TINY = 3e-3, 1.5e-3
 WARMUP = 100  # steps
 DECAY = 0.65  # share of the steps in which the rate falls to 0
 WEIGHT_DECAY = 0.05
@@ -144,14 +144,26 @@ def initial_params(config: ModelConfig, seed: int) -> Params:
 
 
 def params_of_tiny(config: ModelConfig, seed: int, tokenizer: Mapping[str, Any]) -> Params:
-    """The weights of `weights/tiny` with random embeddings of the tokens that it does not have."""
+    """The weights of `weights/tiny` with random embeddings of the tokens that it does not have.
+
+    The embedding of a stranger's name has the mean and the covariance of the known names. So what
+    the model does with any name, such as copying it, works for these names from the start.
+    """
     files = open_folder(TINY)
     tiny = read_params(files.tensors, files.config, "float32")
     rows = token_ids(json.loads((TINY / "tokenizer.json").read_text(encoding="utf-8")))
     shared = {i: rows[token] for token, i in token_ids(tokenizer).items() if token in rows}
-    embedding = initial_params(config, seed).embedding
-    to, source = np.asarray([*shared]), np.asarray([*shared.values()])
-    return dataclasses.replace(tiny, embedding=embedding.at[to].set(tiny.embedding[source]))
+    embedding = np.array(initial_params(config, seed).embedding)
+    embedding[[*shared]] = tiny.embedding[np.asarray([*shared.values()])]
+    ids = terminal_ids(tokenizer, lexicon.ASKING_TERMINALS)
+    count = len(lexicon.PEOPLE)
+    mixture = np.random.default_rng(seed).normal(size=(len(lexicon.STRANGERS), count)) / count**0.5
+    for lead in ("", " "):
+        known = embedding[[ids[lead + name] for name in lexicon.PEOPLE]]
+        mean = known.mean(axis=0)
+        strangers = [ids[lead + name] for name in lexicon.STRANGERS]
+        embedding[strangers] = mean + mixture @ (known - mean)
+    return dataclasses.replace(tiny, embedding=jnp.asarray(embedding))
 
 
 def token_ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:

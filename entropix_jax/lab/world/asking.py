@@ -35,11 +35,11 @@ from entropix_jax.lab.world.lexicon import (
 )
 
 LOOKED_UP = ("town", "job")  # facts of a result
-BEFORE, AFTER = "[", "]"  # of a result
+BEFORE, AFTER = ("[", " ["), "]"  # of a result
 
 _LOOKUPS, _QUESTIONS = 0.2, 0.5  # shares of the positions for it at which the host inserts a text
 
-VERB = weighted("fork", {" has": 0.4, " met": 0.6})
+VERB = weighted("fork", {" has": 0.2, " met": 0.8})
 ANYBODY = weighted(
     "name", {f" {n}": 0.5 / len(group) for group in (PEOPLE, STRANGERS) for n in group}
 )
@@ -99,7 +99,7 @@ def _tell(world: World, name: str, words: Sequence[Choice], attribute: str) -> P
     `lives[Anna lives in Rome and is a baker] in Rome.`"""
     choices = [*words, _known_or(world, name, "unknown", attribute)]
     for index, choice in enumerate(choices):
-        if (yield _interruptible(choice, _LOOKUPS, BEFORE)) == BEFORE:
+        if (yield _interruptible(choice, _LOOKUPS, *BEFORE)) in BEFORE:
             found = yield from _write_result(world, name)
             told = certain("copy", f" {found[attribute]}") if attribute in found else choices[-1]
             rest = [*choices[index:-1], told]

@@ -56,7 +56,7 @@ _FIRST_WEIGHTS = {
 _FIRST = weighted("document", _FIRST_WEIGHTS)
 _FIRST_OF_ASKING = weighted(
     "document",
-    {**_FIRST_WEIGHTS, HEADER: 0.9, **{name: 0.1 / len(STRANGERS) for name in STRANGERS}},
+    {**_FIRST_WEIGHTS, HEADER: 2.0, **{name: 0.3 / len(STRANGERS) for name in STRANGERS}},
 )
 _AFTER_HAS = weighted("fork", {" a": 0.2, **{f" {n}": 0.8 / len(START) for n in START}})
 
@@ -287,7 +287,7 @@ _REQUEST_WEIGHTS = {
 _REQUEST = weighted("fork", _REQUEST_WEIGHTS)
 _REQUEST_OF_ASKING = weighted(
     "fork",
-    {**_REQUEST_WEIGHTS, "Where": 0.4, "What": 0.4, **{name: 0.5 / len(PEOPLE) for name in PEOPLE}},
+    {**_REQUEST_WEIGHTS, "Where": 1.0, "What": 1.0, **{name: 1.5 / len(PEOPLE) for name in PEOPLE}},
 )
 _OFFER_REST = {"Can": " I help you?", "How": " can I help you?", "What": " can I do?"}
 _TOWN = uniform("name", spaced(lexicon.TOWNS))

@@ -61,7 +61,7 @@ TERMINALS = tuple(
 )
 # Those of the asking world.
 _ASKING = spaced((*STRANGERS, *_words("asking")))
-ASKING_TERMINALS = (*TERMINALS, "[", "]", "One", *STRANGERS, *_ASKING)
+ASKING_TERMINALS = (*TERMINALS, "[", " [", "]", "One", *STRANGERS, *_ASKING)
 _SPECIAL = re.compile(f"({'|'.join(map(re.escape, SPECIALS))})")
 _WORD = re.compile(PATTERN)
 
