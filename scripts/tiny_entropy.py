@@ -1,6 +1,6 @@
 """Prints the entropy of `weights/tiny` next to the truth, by kind of position.
 
-    python scripts/tiny_entropy.py [--model DIR] [--rows N] [--length N] [--seed N]
+    python scripts/tiny_entropy.py [--model DIR] [--world NAME] [--rows N] [--length N] [--seed N]
 
 The text is drawn anew from the generator, whose next-token distribution is exact at every position.
 """
@@ -22,12 +22,18 @@ from tiny.corpus import compare, encode_row, terminal_ids, write_row
 from entropix_jax.cli.options import EXIT_OK, run_command
 from entropix_jax.lab.world.facts import WORLD_SEED, create
 from entropix_jax.lab.world.grammar import Position
+from entropix_jax.lab.world.lexicon import ASKING_TERMINALS, STRANGERS, TERMINALS
 from entropix_jax.model.cache import init_cache
 from entropix_jax.model.checkpoint import open_folder, read_params
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.params import Params
 
+# The world and the terminals of a model, by the world's name.
+WORLDS = {
+    "tiny": (create(WORLD_SEED), TERMINALS),
+    "asking": (create(WORLD_SEED, STRANGERS), ASKING_TERMINALS),
+}
 TINY = Path(__file__).resolve().parent.parent / "weights" / "tiny"
 
 
@@ -70,15 +76,17 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=TINY, help="a folder with the tiny model")
+    parser.add_argument("--world", choices=WORLDS, default="tiny")
     parser.add_argument("--rows", type=int, default=100)
     parser.add_argument("--length", type=int, default=512, help="tokens in a row")
     parser.add_argument("--seed", type=int, default=7, help="of the held-out text")
     args = parser.parse_args()
     files = open_folder(args.model)
     params = read_params(files.tensors, files.config, "float32")
-    ids = terminal_ids(json.loads((args.model / "tokenizer.json").read_text(encoding="utf-8")))
+    world, terminals = WORLDS[args.world]
+    tokenizer = json.loads((args.model / "tokenizer.json").read_text(encoding="utf-8"))
+    ids = terminal_ids(tokenizer, terminals)
     rng = Random(f"held out {args.seed}")
-    world = create(WORLD_SEED)
     rows = [write_row(world, rng, args.length) for _ in range(args.rows)]
     comparison = measure(params, files.config, rows, ids)
     print(format_means(comparison))

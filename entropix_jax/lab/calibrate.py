@@ -27,8 +27,8 @@ class Arguments:
     """
 
     model: Model = None
-    """smollm2, tiny, a folder in the Hugging Face layout, a GGUF file, or a hub id owner/name
-    (default: smollm2 if its package is installed, else tiny)."""
+    """smollm2, tiny, asking, a folder in the Hugging Face layout, a GGUF file, or a hub id
+    owner/name (default: smollm2 if its package is installed, else tiny)."""
     prompts: File = None
     """Prompts to answer: one per line of a .txt file, else JSON Lines or CSV as for batch
     (default: calibration_prompts.jsonl in the model's folder, else the package's prompts)."""

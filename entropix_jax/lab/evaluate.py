@@ -21,9 +21,10 @@ class Arguments(StudyOptions):
     """
 
     task: Names
-    """sums, word-problems, facts, forks, documents (for the tiny model); gsm8k, svamp, nq-open,
-    ifeval, writing, each with its file (svamp:FILE.json) or without (see --data); or your own,
-    module:attribute or file.py:attribute."""
+    """sums, word-problems, facts, forks, documents (for the tiny model); asking-facts,
+    asking-ambiguous (for the asking model); gsm8k, svamp, nq-open, ifeval, writing, each with its
+    file (svamp:FILE.json) or without (see --data); or your own, module:attribute or
+    file.py:attribute."""
     sampler: Names = ()
     """Presets or sampler files (default: temperature greedy entropix)."""
     items: Count = 100

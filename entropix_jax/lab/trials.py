@@ -6,11 +6,12 @@ import hashlib
 import math
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, count, islice
+from itertools import chain, count, islice, repeat
 from typing import Any, Protocol, SupportsFloat
 
 from entropix_jax.batch.records import Record, content_hash
@@ -29,6 +30,7 @@ from entropix_jax.lab.tasks.task import Item, Split, Task
 from entropix_jax.model.loading import LanguageModel
 
 TUNING = "tuning"  # the name of the phase that tunes samplers
+_REPLY = 64  # tokens of a simulated user's reply, with its header
 _TAKEN = ("score", "tokens", "forwards", "seconds")  # columns of every result
 
 
@@ -41,6 +43,12 @@ class Question:
     prompt: tuple[int, ...]
     ends: tuple[int, ...]  # the tokens that end an answer
     max_new_tokens: int
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of the prompt and the answer, after a question and the user's reply."""
+        turns, reply = (2, _REPLY) if self.task.has_user else (1, 0)
+        return len(self.prompt) + turns * self.max_new_tokens + reply
 
     @cached_property
     def digest(self) -> bytes:
@@ -169,7 +177,7 @@ class Phase:
     @property
     def longest(self) -> int:
         """The tokens of the longest question and its answer."""
-        return max(len(each.prompt) + each.max_new_tokens for each in self.questions)
+        return max(each.longest for each in self.questions)
 
     def trials(self, settings: Sequence[Setting]) -> Iterator[Trial]:
         """The rows by question, setting and seed, so that each prompt is prefilled once."""
@@ -247,6 +255,9 @@ class TrialRun(EngineRun):
         self.tokens = 0
         needs = [recording_for(setting.method, setting.forks) for setting in settings]
         needed = Recording(max(need.top for need in needs), state=any(need.state for need in needs))
+        self._model = model
+        self._asked: dict[str, Search] = {}  # by trial: the search that ended with a question
+        self._replied: deque[tuple[Trial, Request]] = deque()
         self.engine = Engine(model, slots=slots, capacity=capacity, recording=needed)
 
     def run(self, trials: Iterable[Trial | None], store: Results) -> None:
@@ -256,28 +267,55 @@ class TrialRun(EngineRun):
             self.tokens += event.token is not None and not event.retracted
             search: Search = event.row.request.tag
             if search.advance(self.engine):
-                seconds = time.perf_counter() - (search.rows[0].started or 0.0)
                 trial: Trial = search.request.tag
-                store.write(trial.record, make_result(trial, search, seconds))
+                if (request := self._reply(trial, search)) is not None:
+                    self._asked[trial.id] = search
+                    self._replied.append((trial, request))
+                    continue
+                asked = self._asked.pop(trial.id, None)
+                seconds = time.perf_counter() - ((asked or search).rows[0].started or 0.0)
+                store.write(trial.record, make_result(trial, search, seconds, asked))
 
     def _requests(self, trials: Iterable[Trial | None], store: Results) -> Iterator[Request | None]:
-        for trial in trials:
+        for trial in chain(trials, repeat(None)):
+            while self._replied:
+                yield from self._begin(*self._replied.popleft(), store)
             if trial is None:
                 yield None
-                continue
-            if store.is_done(trial.record):
-                continue
-            request = self._request(trial)
-            search = trial.setting.method.search(request, trial.setting.forks)
-            requests = search.begin(self.engine)
-            try:
-                self.engine.check(request)
-            except UserError as error:  # the prompt is too long
-                for row in search.rows:
-                    row.finish_reason, row.error = "error", str(error)
-                store.write(trial.record, make_result(trial, search, 0.0))
-                continue
-            yield from requests
+            elif not store.is_done(trial.record):
+                yield from self._begin(trial, self._request(trial), store)
+
+    def _begin(self, trial: Trial, request: Request, store: Results) -> list[Request]:
+        """Begins a trial's search. Returns its requests, or none if the prompt is too long."""
+        search = trial.setting.method.search(request, trial.setting.forks)
+        requests = search.begin(self.engine)
+        try:
+            self.engine.check(request)
+        except UserError as error:
+            for row in search.rows:
+                row.finish_reason, row.error = "error", str(error)
+            asked = self._asked.pop(trial.id, None)
+            store.write(trial.record, make_result(trial, search, 0.0, asked))
+            return []
+        return requests
+
+    def _reply(self, trial: Trial, search: Search) -> Request | None:
+        """Returns the request with the simulated user's reply to a question. Its answer may not be
+        another question."""
+        task, item, row = trial.question.task, trial.question.item, search.rows[0]
+        if row.finish_reason != "question" or len(search.rows) > 1:
+            return None
+        where = f"{_where(task, item)}: reply"
+        with user_code(where):
+            reply = task.reply(item, row.text)
+        if not isinstance(reply, str | None):
+            raise UserError(f"{where} returned {reply!r}, not text or None")
+        if reply is None or isinstance(item.prompt, str):
+            return None
+        said = {"role": "assistant", "content": row.text}, {"role": "user", "content": reply}
+        with within(where):
+            prompt = encode_prompt(self._model, (*item.prompt, *said), chat=True)
+        return replace(search.request, prompt=tuple(prompt), clarify=False)
 
     def _request(self, trial: Trial) -> Request:
         question = trial.question
@@ -292,12 +330,16 @@ class TrialRun(EngineRun):
             eos_ids=question.ends,
             stop=question.task.stop,
             lookup=self.lookup,
+            clarify=question.task.has_user,
             tag=trial,
         )
 
 
-def make_result(trial: Trial, search: Search, seconds: float) -> dict[str, Any]:
-    """Scores the answer of a finished search, and returns the result to store.
+def make_result(
+    trial: Trial, search: Search, seconds: float, asked: Search | None = None
+) -> dict[str, Any]:
+    """Scores the answer of a finished search, and returns the result to store. `asked` is the
+    search whose answer was a question, which the user replied to.
 
     Raises:
         UserError: the task's code fails, or returns an invalid answer, score or measure.
@@ -335,7 +377,8 @@ def make_result(trial: Trial, search: Search, seconds: float) -> dict[str, Any]:
         "expected": item.answer or " | ".join(item.accepted),
         "measures": measures,
         **row.to_json(),
-        "forwards": outcome.forwards,
+        **({} if asked is None else {"question": asked.rows[0].text}),
+        "forwards": outcome.forwards + (0 if asked is None else asked.outcome().forwards),
         **measure_row(row),
         **({"votes": outcome.votes, "forks": len(outcome.forks)} if search.forks > 1 else {}),
         "timings": {"seconds": round(seconds, 4)},

@@ -6,7 +6,7 @@ the row's text before it.
 Legend: B rows, T tokens in a row, V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from random import Random
 from typing import Any
@@ -32,7 +32,14 @@ def encode_row(row: Sequence[Position], ids: Mapping[str, int]) -> list[int]:
     return [ids[position.terminal] for position in row]
 
 
-def terminal_ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+def is_chosen(row: Sequence[Position]) -> list[bool]:
+    """Returns whether each terminal was drawn from its distribution, not inserted by the host."""
+    return [position.terminal in position.choice.terminals for position in row]
+
+
+def terminal_ids(
+    tokenizer: Mapping[str, Any], terminals: Iterable[str] = TERMINALS
+) -> dict[str, int]:
     """Returns the token id of each terminal, from the content of `tokenizer.json`.
 
     Raises:
@@ -40,7 +47,7 @@ def terminal_ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     """
     vocabulary = tokenizer["model"]["vocab"]
     ids = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
-    for terminal in TERMINALS:
+    for terminal in terminals:
         if terminal not in ids:
             ids[terminal] = vocabulary["".join(BYTE_SYMBOLS[byte] for byte in terminal.encode())]
     return ids

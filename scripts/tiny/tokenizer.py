@@ -63,9 +63,9 @@ def _merge(word: tuple[str, ...], pair: Pair) -> tuple[str, ...]:
     return tuple(merged)
 
 
-def build_tokenizer() -> dict[str, Any]:
+def build_tokenizer(terminals: Iterable[str] = TERMINALS) -> dict[str, Any]:
     """The content of `tokenizer.json`. Ids: bytes, merges in order, special tokens."""
-    words = [t for t in TERMINALS if t not in SPECIALS]
+    words = [t for t in terminals if t not in SPECIALS]
     merges = learn_merges("".join(BYTE_SYMBOLS[byte] for byte in word.encode()) for word in words)
     tokens = [*BYTE_SYMBOLS, *(left + right for left, right in merges)]
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -84,9 +84,9 @@ def build_tokenizer() -> dict[str, Any]:
     return content
 
 
-def tokenizer_json() -> str:
+def tokenizer_json(terminals: Iterable[str] = TERMINALS) -> str:
     """The text of `tokenizer.json`."""
-    return json.dumps(build_tokenizer(), ensure_ascii=False, indent=1) + "\n"
+    return json.dumps(build_tokenizer(terminals), ensure_ascii=False, indent=1) + "\n"
 
 
 def tokenizer_config(max_length: int) -> dict[str, Any]:

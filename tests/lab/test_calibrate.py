@@ -185,9 +185,10 @@ def test_the_packaged_prompts(name: str) -> None:
     assert len({str(prompt.prompt) for prompt in prompts}) == 48
 
 
-def test_the_prompts_of_tiny_equal_the_output_of_their_script() -> None:
-    file = WEIGHTS / "tiny" / "calibration_prompts.jsonl"
-    expected = [json.loads(json.dumps(each)) for each in tiny_prompts.prompts()]
+@pytest.mark.parametrize("name", ["tiny", "asking"])
+def test_the_shipped_prompts_equal_the_output_of_their_script(name: str) -> None:
+    file = WEIGHTS / name / "calibration_prompts.jsonl"
+    expected = [json.loads(json.dumps(each)) for each in tiny_prompts.prompts(name)]
     assert [json.loads(line) for line in file.read_text().splitlines()] == expected
 
 

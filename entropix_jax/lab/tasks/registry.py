@@ -9,16 +9,16 @@ from pathlib import Path
 from types import ModuleType
 
 from entropix_jax.errors import UserError, nearest
-from entropix_jax.lab.tasks import tiny
+from entropix_jax.lab.tasks import asking, tiny
 from entropix_jax.lab.tasks.files import FileTask
 from entropix_jax.lab.tasks.ifeval import IfEval
 from entropix_jax.lab.tasks.published import Gsm8k, NqOpen, Svamp
 from entropix_jax.lab.tasks.task import Task
 from entropix_jax.lab.tasks.writing import Writing
 
+_OF_TINY = (tiny.SUMS, tiny.WORD_PROBLEMS, tiny.FACTS, tiny.FORKS, tiny.DOCUMENTS)
 _BUILT_IN: dict[str, Task] = {
-    task.name: task
-    for task in (tiny.SUMS, tiny.WORD_PROBLEMS, tiny.FACTS, tiny.FORKS, tiny.DOCUMENTS)
+    task.name: task for task in (*_OF_TINY, asking.FACTS, asking.AMBIGUOUS)
 }
 _OF_FILES: dict[str, type[FileTask]] = {
     kind.name: kind for kind in (Gsm8k, Svamp, NqOpen, IfEval, Writing)
@@ -59,9 +59,9 @@ def find_task(name: str) -> Task:
 
     Args:
         name: `sums`, `word-problems`, `facts`, `forks` or `documents`, of the tiny world;
-            `gsm8k:FILE`, `svamp:FILE`, `nq-open:FILE`, `ifeval:FILE` or `writing:FILE`, without a
-            file see `locate_task`; or a user's task, `some.module:attribute` or
-            `path/to/file.py:attribute`, whose code is run.
+            `asking-facts` or `asking-ambiguous`, of the asking world; `gsm8k:FILE`, `svamp:FILE`,
+            `nq-open:FILE`, `ifeval:FILE` or `writing:FILE`, without a file see `locate_task`; or a
+            user's task, `some.module:attribute` or `path/to/file.py:attribute`, whose code is run.
 
     Raises:
         UserError: no such task, or the user's code fails or has no task there.

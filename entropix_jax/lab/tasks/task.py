@@ -54,6 +54,7 @@ class Task(Protocol):
         max_new_tokens: limit of an answer.
         votes: whether a majority of answers is meaningful (not for free text).
         scored: whether texts have a score; samplers are tuned on tasks with one.
+        has_user: whether a simulated user replies to a question of the model, see `reply`.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Task(Protocol):
     max_new_tokens: int = 256
     votes: bool = True
     scored: bool = True
+    has_user: bool = False
 
     @abstractmethod
     def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
@@ -80,6 +82,11 @@ class Task(Protocol):
     def extract(self, item: Item, text: str) -> str | None:
         """Returns the answer in a completion of the item's prompt, or None."""
         ...
+
+    def reply(self, item: Item, question: str) -> str | None:
+        """Returns the simulated user's reply to a text that ends with a question of the model. None
+        ends the chat: the text is then the answer."""
+        return None
 
     def identity(self) -> Mapping[str, str]:
         """Returns dependencies of scores and measures, such as versions of other packages."""

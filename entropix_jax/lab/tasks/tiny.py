@@ -39,16 +39,18 @@ _Pieces = tuple[str, ...]
 _WORLD = facts.create(facts.WORLD_SEED)  # the one that the tiny model was trained on
 
 
-def _digest(text: str) -> bytes:
+def digest(text: str) -> bytes:
+    """Returns the hash that orders and divides items."""
     return sha256(text.encode()).digest()
 
 
-def _choose_split(text: str) -> Split:
-    """A pseudo-random split, each with probability 1/2."""
-    return "test" if _digest(text)[0] % 2 else "tuning"
+def choose_split(text: str) -> Split:
+    """Returns a pseudo-random split, each with probability 1/2."""
+    return "test" if digest(text)[0] % 2 else "tuning"
 
 
-def _as_chat(question: str) -> Prompt:
+def as_chat(question: str) -> Prompt:
+    """Returns a chat with one message."""
     return ({"role": "user", "content": question},)
 
 
@@ -70,12 +72,24 @@ class _Problems(Task):
         posed = problems(self._kind, split, self._sizes[split], seed=0)
         for number, problem in enumerate(posed, 1):
             yield Item(
-                f"{self.name}-{split}-{number}", _as_chat(problem.question), str(problem.answer)
+                f"{self.name}-{split}-{number}", as_chat(problem.question), str(problem.answer)
             )
 
     def extract(self, item: Item, text: str) -> str | None:
         answer = read_answer(self._kind, text)
         return None if answer is None else str(answer)
+
+
+# `Anna lives in Rome.`, hesitations allowed: the subject and the fact.
+_STATEMENT = re.compile(r"(\w+) (?:[a-z]+ |\.\.\. )+(\w+)(?:,|\.(?!\.))")
+
+
+def read_fact(item: Item, text: str) -> str | None:
+    """Returns the fact in the first statement, if its subject is in the question."""
+    assert not isinstance(item.prompt, str)
+    statement = _STATEMENT.search(text)
+    subjects = re.findall(r"\w+", item.prompt[-1]["content"])
+    return statement[2] if statement and statement[1] in subjects else None
 
 
 class _Facts(Task):
@@ -88,22 +102,15 @@ class _Facts(Task):
     chat = True
     max_new_tokens = 24
 
-    # `Anna lives in Rome.`, hesitations allowed: the subject and the fact.
-    _STATEMENT = re.compile(r"(\w+) (?:[a-z]+ |\.\.\. )+(\w+)(?:,|\.(?!\.))")
-
     def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
         check_split(split)
-        asked = sorted(documents.list_fact_questions(_WORLD), key=lambda pair: _digest(pair[0]))
-        kept = (pair for pair in asked if _choose_split(pair[0]) == split)
+        asked = sorted(documents.list_fact_questions(_WORLD), key=lambda pair: digest(pair[0]))
+        kept = (pair for pair in asked if choose_split(pair[0]) == split)
         for number, (question, fact) in enumerate(kept, 1):
-            yield Item(f"facts-{split}-{number}", _as_chat(question), fact)
+            yield Item(f"facts-{split}-{number}", as_chat(question), fact)
 
     def extract(self, item: Item, text: str) -> str | None:
-        """The fact in the first statement, if its subject is the question's."""
-        assert not isinstance(item.prompt, str)
-        statement = self._STATEMENT.search(text)
-        subjects = re.findall(r"\w+", item.prompt[-1]["content"])
-        return statement[2] if statement and statement[1] in subjects else None
+        return read_fact(item, text)
 
 
 class _Beginnings(Task):
@@ -123,7 +130,7 @@ class _Beginnings(Task):
         found: set[str] = set()
         while len(found) < self.size:
             prompt, truth = self.draw(len(found), rng)
-            if prompt and prompt not in found and _choose_split(prompt) == split:
+            if prompt and prompt not in found and choose_split(prompt) == split:
                 found.add(prompt)
                 yield Item(f"{self.name}-{split}-{len(found)}", prompt, "", truth)
 

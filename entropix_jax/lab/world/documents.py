@@ -7,7 +7,7 @@ end token themselves.
 
 from collections.abc import Iterator, Sequence
 
-from entropix_jax.lab.world import lexicon, problems
+from entropix_jax.lab.world import asking, lexicon, problems
 from entropix_jax.lab.world.facts import Person, World
 from entropix_jax.lab.world.grammar import (
     FORKS,
@@ -22,7 +22,18 @@ from entropix_jax.lab.world.grammar import (
     weighted,
     write,
 )
-from entropix_jax.lab.world.lexicon import BEGIN, END, HEADER, HEADER_END, PEOPLE, TURN_END, spaced
+from entropix_jax.lab.world.lexicon import (
+    ASSISTANT,
+    BEGIN,
+    END,
+    HEADER,
+    HEADER_END,
+    PEOPLE,
+    STRANGERS,
+    TURN_END,
+    USER,
+    spaced,
+)
 from entropix_jax.lab.world.problems import DIRECT, FIRST_OPERANDS, START, Split
 
 LISTS = {
@@ -34,16 +45,18 @@ LISTS = {
     "Shopping": lexicon.GOODS,
 }
 _ANYBODY = uniform("name", spaced(PEOPLE))
-_FIRST = weighted(
+_FIRST_WEIGHTS = {
+    HEADER: 0.32,
+    "Once": 0.11,
+    "On": 0.17,
+    **{title: 0.16 / len(LISTS) for title in LISTS},
+    **{number: 0.08 / len(FIRST_OPERANDS) for number in FIRST_OPERANDS},
+    **{name: 0.16 / len(PEOPLE) for name in PEOPLE},
+}
+_FIRST = weighted("document", _FIRST_WEIGHTS)
+_FIRST_OF_ASKING = weighted(
     "document",
-    {
-        HEADER: 0.32,
-        "Once": 0.11,
-        "On": 0.17,
-        **{title: 0.16 / len(LISTS) for title in LISTS},
-        **{number: 0.08 / len(FIRST_OPERANDS) for number in FIRST_OPERANDS},
-        **{name: 0.16 / len(PEOPLE) for name in PEOPLE},
-    },
+    {**_FIRST_WEIGHTS, HEADER: 2.0, **{name: 0.3 / len(STRANGERS) for name in STRANGERS}},
 )
 _AFTER_HAS = weighted("fork", {" a": 0.2, **{f" {n}": 0.8 / len(START) for n in START}})
 
@@ -51,7 +64,7 @@ _AFTER_HAS = weighted("fork", {" a": 0.2, **{f" {n}": 0.8 / len(START) for n in 
 def document(world: World, split: Split | None = "train") -> Document:
     """One document, from its begin to its end token. Its problems are of a split, or of all with
     None, except in chats: of the training split."""
-    first = yield from write(BEGIN, _FIRST)
+    first = yield from write(BEGIN, _FIRST_OF_ASKING if world.strangers else _FIRST)
     if first == HEADER:
         yield from write_chat(world)
     elif first == "Once":
@@ -63,6 +76,8 @@ def document(world: World, split: Split | None = "train") -> Document:
         yield from write_list(LISTS[first])
     elif first in FIRST_OPERANDS:
         yield from problems.write_sums(int(first), split)
+    elif first in STRANGERS:
+        yield from asking.write_about_stranger(world, first)
     else:
         yield from _write_about(world, first, split)
 
@@ -257,21 +272,22 @@ def write_dialogue(world: World, name: str) -> Document:
 
 _ORDER_REST = {"You": " are a helpful assistant.", "Work": " step by step.", "Answer": " at once."}
 _DIRECT = {"You": DIRECT, "Work": 0.0, "Answer": 1.0}  # probability of an answer without steps
-_USER, _ASSISTANT = (f"{TURN_END}{HEADER}{role}{HEADER_END}\n\n" for role in ("user", "assistant"))
 
-_REQUEST = weighted(
+_REQUEST_WEIGHTS = {
+    "Hello": 0.05,
+    "How": 0.05,
+    "Where": 0.12,
+    "What": 0.25,
+    "Which": 0.07,
+    "Who": 0.07,
+    "Name": 0.09,
+    "Tell": 0.05,
+    **{name: 0.25 / len(PEOPLE) for name in PEOPLE},
+}
+_REQUEST = weighted("fork", _REQUEST_WEIGHTS)
+_REQUEST_OF_ASKING = weighted(
     "fork",
-    {
-        "Hello": 0.05,
-        "How": 0.05,
-        "Where": 0.12,
-        "What": 0.25,
-        "Which": 0.07,
-        "Who": 0.07,
-        "Name": 0.09,
-        "Tell": 0.05,
-        **{name: 0.25 / len(PEOPLE) for name in PEOPLE},
-    },
+    {**_REQUEST_WEIGHTS, "Where": 1.0, "What": 1.0, **{name: 1.5 / len(PEOPLE) for name in PEOPLE}},
 )
 _OFFER_REST = {"Can": " I help you?", "How": " can I help you?", "What": " can I do?"}
 _TOWN = uniform("name", spaced(lexicon.TOWNS))
@@ -290,7 +306,7 @@ def write_chat(world: World) -> Document:
     if role == "system":
         order = yield from write(FORKS["order"])
         direct = _DIRECT[order]
-        yield from write(_ORDER_REST[order] + _USER)
+        yield from write(_ORDER_REST[order] + USER)
     while True:
         yield from _exchange(world, direct)
         if (yield from write(TURN_END, FORKS["after_reply"])) == END:
@@ -300,19 +316,19 @@ def write_chat(world: World) -> Document:
 
 def _exchange(world: World, direct: float) -> Document:
     """A request and its answer."""
-    request = yield from write(_REQUEST)
+    request = yield from write(_REQUEST_OF_ASKING if world.strangers else _REQUEST)
     if request == "Hello":
-        offer = yield from write(f"!{_ASSISTANT}Hello!", FORKS["offer"])
+        offer = yield from write(f"!{ASSISTANT}Hello!", FORKS["offer"])
         yield from write(_OFFER_REST[offer])
     elif request == "How":
-        yield from write(f" are you?{_ASSISTANT}I am", FORKS["feeling"], ".")
+        yield from write(f" are you?{ASSISTANT}I am", FORKS["feeling"], ".")
     elif request == "Tell":
-        yield from write(f" a story.{_ASSISTANT}Once")
+        yield from write(f" a story.{ASSISTANT}Once")
         yield from tell_story(world)
     elif request == "Name":
         length = yield from write(FORKS["length"])
         words = PEOPLE if (yield from write(FORKS["listed"])) == "people" else lexicon.TOWNS
-        yield from write(f".{_ASSISTANT}")
+        yield from write(f".{ASSISTANT}")
         yield from enumerate_words(words, lead="", length=_LENGTHS[length])
         yield from write(".")
     elif request == "Where":
@@ -327,29 +343,35 @@ def _exchange(world: World, direct: float) -> Document:
             yield from _ask_fact(world, " job of", "?", " is a", "job")
         else:
             asked = yield from problems.pose_sum(int(topic), "train")
-            yield from write(f"?{_ASSISTANT}")
+            yield from write(f"?{ASSISTANT}")
             yield from problems.answer_sum(asked, lead="", direct=direct)
     elif request == "Which":
         yield from _ask_fact(world, " pet does", " have?", " has a", "pet")
     elif request == "Who":
         yield from _ask_fact(world, " does", " trust?", " trusts", "friend")
+    elif world.strangers and (yield from write(asking.VERB)) == "met":
+        yield from asking.ask_about_two(world, request)
     else:
-        amount = yield from write(" has", _AMOUNT)
+        amount = yield from write(*[] if world.strangers else [" has"], _AMOUNT)
         steps = yield from problems.pose_word_problem(request, int(amount), "train")
-        yield from write(_ASSISTANT)
+        yield from write(ASSISTANT)
         yield from problems.answer_word_problem(steps, lead="", direct=direct)
 
 
 def _ask_fact(world: World, before: str, after: str, predicate: str, attribute: str) -> Document:
     """` does Anna trust?`, and the answer."""
-    name = yield from write(before, _ANYBODY)
-    yield from write(after, _answer(name, predicate, getattr(world.people[name], attribute)))
+    may_be_strange = world.strangers and attribute in asking.LOOKED_UP
+    name = yield from write(before, asking.ANYBODY if may_be_strange else _ANYBODY)
+    if world.strangers:
+        yield from write(after, ASSISTANT, asking.answer(world, name, predicate, attribute))
+    else:
+        yield from write(after, _answer(name, predicate, getattr(world.people[name], attribute)))
 
 
 def _answer(subject: str, predicate: str, told: str) -> Part[str]:
     """`Anna lives in Rome.`"""
     named = weigh(certain("copy", f" {subject}"), lead="")
-    return write(_ASSISTANT, named, predicate, fact(told), ".")
+    return write(ASSISTANT, named, predicate, fact(told), ".")
 
 
 # Questions for evaluation.

@@ -29,6 +29,7 @@ class World:
     people: Mapping[str, Person]
     finds: Mapping[str, Choice]  # by place: the thing found there
     visits: Mapping[str, Choice]  # by day: the place visited
+    strangers: tuple[str, ...] = ()  # people without facts; only an asking world has them
 
     @cached_property
     def friendly(self) -> Mapping[str, Choice]:
@@ -49,8 +50,8 @@ class World:
 WORLD_SEED = 0  # of the world that the tiny model was trained on
 
 
-def create(seed: int) -> World:
-    """Creates the world of a seed."""
+def create(seed: int, strangers: tuple[str, ...] = ()) -> World:
+    """Creates the world of a seed. With strangers it is an asking world, see `asking`."""
     rng = Random(seed)
     names = list(lexicon.PEOPLE)
     rng.shuffle(names)
@@ -73,4 +74,5 @@ def create(seed: int) -> World:
         people={name: people[name] for name in lexicon.PEOPLE},
         finds={place: fork(lexicon.THINGS) for place in lexicon.PLACES},
         visits={day: fork(lexicon.PLACES) for day in lexicon.DAYS},
+        strangers=strangers,
     )

@@ -58,6 +58,10 @@ class Choice:
         """Running sums of all probabilities except the last."""
         return tuple(accumulate(self.probabilities[:-1]))
 
+    def allows(self, terminal: str) -> bool:
+        """Returns whether a text may continue with a terminal."""
+        return terminal in self.terminals
+
     def draw(self, rng: Random) -> str:
         """Draws a terminal; a certain one takes no random number."""
         if len(self.terminals) == 1:
@@ -103,7 +107,7 @@ def replay(document: Document, terminals: Iterable[str]) -> Choice | None:
     """
     choice: Choice | None = next(document, None)
     for index, terminal in enumerate(terminals):
-        if choice is None or terminal not in choice.terminals:
+        if choice is None or not choice.allows(terminal):
             raise ImpossibleText(index, terminal)
         choice = _advance(document, terminal)
     return choice

@@ -18,6 +18,10 @@ HEADER_END = "<|end_header_id|>"
 TURN_END = "<|eot_id|>"
 SPECIALS = (BEGIN, END, HEADER, HEADER_END, TURN_END)
 
+USER, ASSISTANT = (
+    f"{TURN_END}{HEADER}{role}{HEADER_END}\n\n" for role in ("user", "assistant")
+)  # the end of a turn and the start of the next one
+
 PAUSE = " ..."
 WAIT = " Wait"
 
@@ -30,6 +34,7 @@ def _words(name: str) -> tuple[str, ...]:
 
 
 PEOPLE, JOBS, PETS, PLACES = map(_words, ("people", "jobs", "pets", "places"))
+WOMEN, STRANGERS = map(_words, ("women", "strangers"))
 THINGS, GOODS, DAYS, MOODS = map(_words, ("things", "goods", "days", "moods"))
 COUNTRIES = {country: tuple(towns.split()) for country, towns in _LISTS["countries"].items()}
 COUNTRY_OF = {town: country for country, towns in COUNTRIES.items() for town in towns}
@@ -37,9 +42,10 @@ TOWNS = tuple(COUNTRY_OF)
 NUMBERS = tuple(str(n) for n in range(100))
 
 # Content words; all others are function words.
-CONTENT = frozenset(
+_CONTENT = frozenset(
     (*PEOPLE, *COUNTRIES, *TOWNS, *JOBS, *PETS, *PLACES, *THINGS, *GOODS, *DAYS, *MOODS, *NUMBERS)
 )
+CONTENT = _CONTENT.union(STRANGERS)
 
 _MARKS = (".", ",", "?", "!", ":", "...", PAUSE, " +", " -", " =", "\n", "\n\n")
 
@@ -49,10 +55,13 @@ def spaced(words: Iterable[str]) -> tuple[str, ...]:
     return tuple(f" {word}" for word in words)
 
 
-_WITHIN = spaced((*sorted(CONTENT), *_words("within")))
+_WITHIN = spaced((*sorted(_CONTENT), *_words("within")))
 TERMINALS = tuple(
     dict.fromkeys((*SPECIALS, *_MARKS, *_words("beginning"), *PEOPLE, *TOWNS, *NUMBERS, *_WITHIN))
 )
+# Those of the asking world.
+_ASKING = spaced((*STRANGERS, *_words("asking")))
+ASKING_TERMINALS = (*TERMINALS, "[", " [", "]", "One", *STRANGERS, *_ASKING)
 _SPECIAL = re.compile(f"({'|'.join(map(re.escape, SPECIALS))})")
 _WORD = re.compile(PATTERN)
 
