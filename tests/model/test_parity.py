@@ -84,15 +84,12 @@ class ModelPair:
     params: Params
     model: Any  # of transformers
 
-    def theirs(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns logits [B, T, V] and attention weights [B, L, N, T, T] of tokens [B, T]."""
-        return theirs(self.model, tokens)
-
 
 Maker = Callable[..., ModelPair]
 
 
 def theirs(model: Any, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns logits [B, T, V] and attention weights [B, L, N, T, T] of tokens [B, T]."""
     torch = importlib.import_module("torch")
     with torch.no_grad():
         out = model(torch.tensor(tokens.astype(np.int64)), output_attentions=True)
@@ -179,7 +176,7 @@ def test_prompts_equal_transformers(
 ) -> None:
     """Compares the logits of every position, and the attention of the last one."""
     model = made(family, tied)
-    want, weights = model.theirs(tokens)
+    want, weights = theirs(model.model, tokens)
     assert want.std() > 0.5
     logits, stats, _ = prefilled(model.params, model.config, tokens)
     for row, count in enumerate(COUNTS):
@@ -191,7 +188,7 @@ def test_prompts_equal_transformers(
 def test_steps_equal_transformers(made: Maker, tokens: np.ndarray, family: str, tied: bool) -> None:
     """Runs one token per row and step, to the end of the context."""
     model = made(family, tied)
-    want, weights = model.theirs(tokens)
+    want, weights = theirs(model.model, tokens)
     _, _, cache = prefilled(model.params, model.config, tokens)
     for step in range(CONTEXT - PROMPT):
         at = COUNTS + step
@@ -246,7 +243,7 @@ def test_shards_and_the_old_configuration(made: Maker, tokens: np.ndarray, tmp_p
     raw["torch_dtype"] = raw.pop("dtype")
     path.write_text(json.dumps(raw))
     assert load_model_config(tmp_path) == model.config
-    close(ours(tmp_path, tokens[:1]), model.theirs(tokens[:1])[0])
+    close(ours(tmp_path, tokens[:1]), theirs(model.model, tokens[:1])[0])
 
 
 def test_bfloat16_and_saved_weights(
