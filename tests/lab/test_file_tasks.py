@@ -126,51 +126,49 @@ def test_measures_of_short_answers(text: str, wanted: tuple[int, int]) -> None:
     assert measures == {"exact": (wanted[0], 1), "bare": (wanted[1], 1)}
 
 
-RIGHT = [
-    *(("Athens", text) for text in ("The capital of Greece is Athens.", "ATHENS", "**Athens**")),
-    *(("Athens", text) for text in ('"Athens." is it', "\n\nAthens", "... Athens", "_Athens_")),
-    *(
-        ("Athens", text)
-        for text in ("Athens's old town", "Athens-Piraeus", "It is athens, of course")
-    ),
-    *(("St. Louis", text) for text in ("In St. Louis. It is big.", "The Arch is in St. Louis")),
-    *(
-        ("Missouri", text)
-        for text in ("St. Louis is in Missouri.", "By rail, e.g. from Salem, Missouri")
-    ),
-    *(("USA", text) for text in ("the U.S.A.", "The U.S.A. did it.", "usa")),
-    *(("the U.S.", text) for text in ("It was the US.", "The U. S. made it")),
-    ("1776", "The U.S. was founded in 1776."),
-    *(("J. R. R. Tolkien", text) for text in ("JRR Tolkien wrote it.", "It was J.R.R. Tolkien")),
-    *(("Tolkien", text) for text in ("J. R. R. Tolkien.", "By Mr. J. R. R. Tolkien, in 1937")),
-    ("Martin Luther King", "Dr. Martin Luther King gave it."),
-    *(("3.14", text) for text in ("Pi is about 3.14.", "3.14, more or less")),
-    ("Mambo No. 5", "The song is Mambo No. 5. It is by Lou Bega."),
-    ("7 May", "On Jan. 3 or 7 May."),
-    *(("1,000", text) for text in ("It is 1000 grams.", "1,000")),
-    *(("8", text) for text in ("6+2=8", "6 + 2 = 8", "4*2 is 8.", "(8)")),
-    *(("Beyonc\u00e9", text) for text in ("Beyonce sang it", "beyonce\u0301")),
-    *(("ice cream", text) for text in ("It is ice-cream!", "Icecream, I think.")),
-    *(("the Bridge over the River Kwai", text) for text in ("A Bridge Over River Kwai",)),
-    *(("A", text) for text in ("A", "a.")),
-    *(("A+", text) for text in ("A+", "A+ is the most frequent")),
-]
-WRONG = [
-    *(
-        ("Athens", text)
-        for text in ("Sparta. Not Athens.", "Athensville", "Sparta\nAthens", "", "!")
-    ),
-    *(("3", text) for text in ("3.14", "It is 13.", "30", "It is 0.3")),
-    *(("314", text) for text in ("3.14",)),
-    *(("thunder", text) for text in ("a thunderclap", "thunders")),
-    *(("A", text) for text in ("", "a letter of the alphabet")),
-    *(("man", text) for text in ("a human", "woman", "men")),
-]
+RIGHT: dict[str, list[str]] = {
+    "Athens": [
+        *("The capital of Greece is Athens.", "ATHENS", "**Athens**", '"Athens." is it'),
+        *("\n\nAthens", "... Athens", "_Athens_", "Athens's old town", "Athens-Piraeus"),
+        "It is athens, of course",
+    ],
+    "St. Louis": ["In St. Louis. It is big.", "The Arch is in St. Louis"],
+    "Missouri": ["St. Louis is in Missouri.", "By rail, e.g. from Salem, Missouri"],
+    "USA": ["the U.S.A.", "The U.S.A. did it.", "usa"],
+    "the U.S.": ["It was the US.", "The U. S. made it"],
+    "1776": ["The U.S. was founded in 1776."],
+    "J. R. R. Tolkien": ["JRR Tolkien wrote it.", "It was J.R.R. Tolkien"],
+    "Tolkien": ["J. R. R. Tolkien.", "By Mr. J. R. R. Tolkien, in 1937"],
+    "Martin Luther King": ["Dr. Martin Luther King gave it."],
+    "3.14": ["Pi is about 3.14.", "3.14, more or less"],
+    "Mambo No. 5": ["The song is Mambo No. 5. It is by Lou Bega."],
+    "7 May": ["On Jan. 3 or 7 May."],
+    "1,000": ["It is 1000 grams.", "1,000"],
+    "8": ["6+2=8", "6 + 2 = 8", "4*2 is 8.", "(8)"],
+    "Beyonc\u00e9": ["Beyonce sang it", "beyonce\u0301"],
+    "ice cream": ["It is ice-cream!", "Icecream, I think."],
+    "the Bridge over the River Kwai": ["A Bridge Over River Kwai"],
+    "A": ["A", "a."],
+    "A+": ["A+", "A+ is the most frequent"],
+}
+WRONG: dict[str, list[str]] = {
+    "Athens": ["Sparta. Not Athens.", "Athensville", "Sparta\nAthens", "", "!"],
+    "3": ["3.14", "It is 13.", "30", "It is 0.3"],
+    "314": ["3.14"],
+    "thunder": ["a thunderclap", "thunders"],
+    "A": ["", "a letter of the alphabet"],
+    "man": ["a human", "woman", "men"],
+}
 
 
 @pytest.mark.parametrize(
     ("gold", "text", "score"),
-    [*((*pair, 1.0) for pair in RIGHT), *((*pair, 0.0) for pair in WRONG)],
+    [
+        (gold, text, score)
+        for table, score in ((RIGHT, 1.0), (WRONG, 0.0))
+        for gold, texts in table.items()
+        for text in texts
+    ],
 )
 def test_short_answers_are_read_from_the_first_sentence(gold: str, text: str, score: float) -> None:
     item = Item("", "", "", accepted=("zebra", gold))

@@ -24,7 +24,7 @@ from entropix_jax.lab.prediction import (
     spearman,
     weighted_ranks,
 )
-from tests.support.auroc import auroc
+from tests.support.reference import auroc
 
 Floats = NDArray[np.float64]
 

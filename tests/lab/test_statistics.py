@@ -254,29 +254,24 @@ def row_of(*tokens: dict[str, float]) -> Row:
 
 
 def test_measures_of_a_row() -> None:
-    fields = "token_id logprob entropy varentropy max_prob attn_entropy_norm agreement"
-    fields += " attn_varentropy interaction_strength"
-    columns = [(5, 6, 5), (-0.5, -1.5, -1.0), (1.0, 3.0, 0.5), (4.0, 0.0, 1.0), (0.9, 0.2, 0.4)]
-    columns += [(0.5, 0.7, 0.3), (0.8, 0.9, 1.0), (1.0, 2.0, 6.0), (3.0, 4.0, 8.0)]
-    names = fields.split()
-    tokens = [dict(zip(names, own, strict=True)) for own in zip(*columns, strict=True)]
-    assert measure_row(row_of(*tokens)) == {
-        "mean_entropy": pytest.approx(1.5),
-        "max_entropy": 3.0,
-        "mean_varentropy": pytest.approx(5 / 3),
-        "max_varentropy": 4.0,
-        "mean_p1": pytest.approx(0.5),
-        "min_p1": 0.2,
-        "mean_attn_entropy_norm": pytest.approx(0.5),
-        "max_attn_entropy_norm": 0.7,
-        "mean_agreement": pytest.approx(0.9),
-        "mean_attn_varentropy": pytest.approx(3.0),
-        "mean_interaction_strength": pytest.approx(5.0),
-        "perplexity": pytest.approx(math.e),
-        "distinct_1": pytest.approx(2 / 3),
-        "distinct_2": 1.0,
-        "repetition": None,
-    }
+    averaged = ["entropy", "varentropy", "attn_entropy_norm", "agreement", "attn_varentropy"]
+    averaged += ["interaction_strength"]
+    columns = {name: rng_of(i).random(3) for i, name in enumerate([*averaged, "max_prob"])}
+    columns |= {"token_id": np.array([5, 6, 5]), "logprob": np.array([-0.5, -1.5, -1.0])}
+    tokens = [{name: float(own[i]) for name, own in columns.items()} for i in range(3)]
+    found = measure_row(row_of(*tokens))
+    assert found.pop("repetition") is None
+    assert found == pytest.approx(
+        {
+            **{f"mean_{name}": columns[name].mean() for name in averaged},
+            **{f"max_{name}": columns[name].max() for name in averaged[:3]},
+            "mean_p1": columns["max_prob"].mean(),
+            "min_p1": columns["max_prob"].min(),
+            "perplexity": math.e,
+            "distinct_1": 2 / 3,
+            "distinct_2": 1.0,
+        }
+    )
     assert measure_row(row_of()) == {}
     # The perplexity stays finite for any log-probability, so that a table can hold it.
     for logprob in (-1e5, -math.inf):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from entropix_jax.lab.measures import UNCERTAINTY
 from entropix_jax.lab.statistics import joint_intervals
 from entropix_jax.lab.uncertainty import QUALITIES, calibration_error, evaluate, separate
-from tests.support.auroc import auroc
+from tests.support.reference import auroc
 
 Floats = NDArray[np.float64]
 

@@ -1,4 +1,4 @@
-"""Votes and choices among samples, and confidences as weights and as a threshold that ends rows."""
+"""Votes and choices among samples, and confidences as weights."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 
 from entropix_jax.engine.results import Row
 from entropix_jax.engine.search import vote
 from entropix_jax.lab.votes import KINDS, Sample, rotate
-from entropix_jax.model.loading import LanguageModel
-from entropix_jax.sampler.presets import load_sampler
-from tests.support.runs import Spec, run_specs, unrun
+from tests.support.runs import unrun
 
 
 def test_votes() -> None:
@@ -72,32 +69,3 @@ def test_group_confidences() -> None:
     # Fewer tokens than a group are one group.
     assert row_of(3.0, 6.0).group_confidences() == [4.5]
     assert row_of().group_confidences().size == 0
-
-
-def test_low_confidence_ends_a_row(tiny: LanguageModel) -> None:
-    """Generates the rows again with a threshold. They end with their first group below it, with the
-    same text up to there. Rows without such a group are unchanged."""
-    sampler = load_sampler("temperature").with_values({"confidence.window": 4})
-    prompt = tiny.tokenizer.encode("Guests:", add_bos=True)
-    specs = [Spec(prompt, str(number), 20) for number in range(8)]
-    whole = run_specs(tiny, specs, sampler).run()
-    lowest = [row.to_json()["lowest_group_confidence"] for row in whole]
-    threshold = float(np.percentile(lowest, 50)) + 1e-4
-    ended = run_specs(tiny, specs, sampler.with_values({"confidence.threshold": threshold})).run()
-    assert 2 <= [row.finish_reason for row in ended].count("confidence") <= 6
-    for row, full in zip(ended, whole, strict=True):
-        groups = full.group_confidences()
-        below = np.flatnonzero(groups < threshold)
-        skipped = len(full.tokens) - len(groups)
-        number = skipped + int(below[0]) + 1 if below.size else len(full.tokens)
-        assert [t.token_id for t in row.tokens] == [t.token_id for t in full.tokens[:number]]
-        low = below.size and number < len(full.tokens)
-        assert row.finish_reason == ("confidence" if low else full.finish_reason)
-        # The confidences reported by the row, recomputed in float64.
-        told, values = row.to_json(), np.array([t.token_confidence for t in row.tokens])
-        own = [values[i : i + 4].mean() for i in range(max(number - 3, 1))]
-        assert told["mean_confidence"] == pytest.approx(values.mean())
-        assert told["lowest_group_confidence"] == pytest.approx(min(own))
-        assert told["tail_confidence"] == pytest.approx(own[-1])
-        certainty = np.mean([t.self_certainty for t in row.tokens])
-        assert told["mean_self_certainty"] == pytest.approx(certainty)

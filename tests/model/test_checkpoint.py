@@ -39,17 +39,6 @@ def assert_same(got: Params, want: Params) -> None:
     chex.assert_trees_all_equal(got, want)
 
 
-def write_shards(folder: Path, tensors: dict[str, np.ndarray]) -> dict[str, str]:
-    """Writes two shards and an index, as in large checkpoints. Returns the index's map."""
-    weight_map = {name: f"{'ab'[i % 2]}.safetensors" for i, name in enumerate(tensors)}
-    for file in sorted(set(weight_map.values())):
-        save_file(
-            {name: t for name, t in tensors.items() if weight_map[name] == file}, folder / file
-        )
-    write_index(folder, weight_map)
-    return weight_map
-
-
 def write_index(folder: Path, weight_map: Any) -> None:
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
@@ -166,7 +155,10 @@ def test_shards_are_loaded_as_one_model(tmp_path: Path, tensors: dict[str, np.nd
     shard of the index, the missing shard, or the index that points outside the folder."""
     folder = tmp_path / "model"
     (folder / "sub").mkdir(parents=True)
-    weight_map = write_shards(folder, tensors)
+    weight_map = {name: f"{'ab'[i % 2]}.safetensors" for i, name in enumerate(NAMES)}
+    for i, shard in enumerate("ab"):
+        save_file({name: tensors[name] for name in NAMES[i::2]}, folder / f"{shard}.safetensors")
+    write_index(folder, weight_map)
     assert_same(load_params(folder, CONFIG, "float32"), random_params(CONFIG))
     first, second, extra = NAMES[0], NAMES[1], "model.layers.0.extra"
     for changed, message in (
@@ -175,8 +167,8 @@ def test_shards_are_loaded_as_one_model(tmp_path: Path, tensors: dict[str, np.nd
     ):
         write_index(folder, changed)
         assert message in refused(folder)
-    shard = {name: tensors[name] for name in NAMES[1::2]} | {first: np.zeros(3, np.float32)}
-    save_file(shard, folder / "b.safetensors")
+    twice = {name: tensors[name] for name in NAMES[1::2]} | {first: np.zeros(3, np.float32)}
+    save_file(twice, folder / "b.safetensors")
     write_index(folder, weight_map)
     assert_same(load_params(folder, CONFIG, "float32"), random_params(CONFIG))
     (folder / "b.safetensors").unlink()

@@ -1,4 +1,4 @@
-"""The forward pass against float64, over whole texts and during generation."""
+"""The forward pass against float64, over whole texts and in chunks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.engine.state import LENGTH, RUNNING
 from entropix_jax.model import attention
 from entropix_jax.model.cache import init_cache
 from entropix_jax.model.config import ModelConfig
@@ -19,10 +18,9 @@ from tests.support import reference
 from tests.support.models import (
     SCALING,
     TINY,
-    all_metrics,
     fill_unused,
-    generate,
     logits_of,
+    metrics_of,
     random_params,
     random_tokens,
     run,
@@ -111,7 +109,7 @@ def test_forward_equals_float64(config) -> None:
     same(logits[0], want, 2e-5)
     for field in ("entropy", "varentropy", "divergence", "interaction"):
         same(getattr(stats, field)[0], getattr(attention[-1], field), 5e-5)
-    metrics = all_metrics(config, logits[:, -1], stats)
+    metrics = metrics_of(logits[:, -1], stats, jnp.ones((1, config.num_layers)))
     for name, value in attention[-1].metrics(np.ones(config.num_layers)).items():
         assert float(getattr(metrics, name)[0]) == pytest.approx(value, abs=5e-5), name
 
@@ -183,52 +181,3 @@ def test_every_position_has_its_own_statistics(params, tokens) -> None:
         np.testing.assert_array_equal(hidden[row, :number], plain_hidden[row, :number])
     for got, want in zip(grown.keys + grown.values, plain.keys + plain.values, strict=True):
         np.testing.assert_array_equal(got, want)
-
-
-# Generation.
-
-PROMPTS = [list(map(int, random_tokens(TINY, n, seed=n))) for n in (70, 5, 1)]
-BUDGETS = [12, 20, 1]
-
-
-@pytest.fixture(scope="module")
-def generated(params):
-    """The final state and the records of three greedy rows in one loop."""
-    return generate(params, TINY, PROMPTS, BUDGETS, capacity=96)
-
-
-@pytest.mark.parametrize("row", range(3))
-def test_generation_against_float64(params, generated, row: int) -> None:
-    """Compares tokens, log-probabilities and metrics of a row with one pass over its finished text.
-
-    A published implementation advanced the position before the first step, which skipped a slot of
-    the cache.
-    """
-    state, records = generated
-    prompt, budget = len(PROMPTS[row]), BUDGETS[row]
-    text = np.asarray(state.history[row, : prompt + budget])
-    assert text[:prompt].tolist() == PROMPTS[row]
-    logits, attention = reference.forward(params, TINY, text)
-    log_probs = reference.log_softmax(logits)
-    for i in range(budget):
-        record = jax.tree.map(lambda x, i=i: np.asarray(x[i, row]), records)
-        at = prompt + i
-        assert record.live
-        assert (record.position, record.forwards) == (at, i)
-        assert record.status == (LENGTH if i == budget - 1 else RUNNING)
-        assert record.choice.token == text[at] == logits[at - 1].argmax()
-        assert float(record.choice.logprob) == pytest.approx(log_probs[at - 1].max(), abs=2e-5)
-        p = np.exp(log_probs[at - 1])
-        want = attention[at - 1].metrics(np.ones(TINY.num_layers))
-        want |= {"entropy": reference.entropy_bits(p), "varentropy": reference.varentropy_bits(p)}
-        for name, value in want.items():
-            got = float(getattr(record.choice.observation.metrics, name))
-            assert got == pytest.approx(value, abs=1e-4), (i, name)
-    assert not np.any(records.live[budget:, row])
-    assert int(state.status[row]) == LENGTH
-    length = int(state.cache.length[row])
-    assert length == prompt + budget - 1
-    _, _, whole = teacher_forced(params, TINY, text[None, :length])
-    for cached, expected in zip(state.cache.keys, whole.keys, strict=True):
-        same(cached[row, :, :length], expected[0])
-        np.testing.assert_array_equal(cached[row, :, length:], 0.0)

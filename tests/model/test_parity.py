@@ -31,7 +31,7 @@ from entropix_jax.model.mesh import param_shardings, parse_mesh, row_shardings
 from entropix_jax.model.params import Params
 from entropix_jax.stats import AttnStats
 from tests.support import reference
-from tests.support.models import generate, load_params, logits_of, run, teacher_forced
+from tests.support.models import load_params, logits_of, run, teacher_forced
 
 PROMPT, CONTEXT = 192, 200  # long enough to see an error of the rotary embedding
 COUNTS = np.array([PROMPT, PROMPT - 7], np.int32)  # of the two rows' prompts
@@ -84,15 +84,12 @@ class ModelPair:
     params: Params
     model: Any  # of transformers
 
-    def theirs(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns logits [B, T, V] and attention weights [B, L, N, T, T] of tokens [B, T]."""
-        return theirs(self.model, tokens)
-
 
 Maker = Callable[..., ModelPair]
 
 
 def theirs(model: Any, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns logits [B, T, V] and attention weights [B, L, N, T, T] of tokens [B, T]."""
     torch = importlib.import_module("torch")
     with torch.no_grad():
         out = model(torch.tensor(tokens.astype(np.int64)), output_attentions=True)
@@ -179,7 +176,7 @@ def test_prompts_equal_transformers(
 ) -> None:
     """Compares the logits of every position, and the attention of the last one."""
     model = made(family, tied)
-    want, weights = model.theirs(tokens)
+    want, weights = theirs(model.model, tokens)
     assert want.std() > 0.5
     logits, stats, _ = prefilled(model.params, model.config, tokens)
     for row, count in enumerate(COUNTS):
@@ -191,7 +188,7 @@ def test_prompts_equal_transformers(
 def test_steps_equal_transformers(made: Maker, tokens: np.ndarray, family: str, tied: bool) -> None:
     """Runs one token per row and step, to the end of the context."""
     model = made(family, tied)
-    want, weights = model.theirs(tokens)
+    want, weights = theirs(model.model, tokens)
     _, _, cache = prefilled(model.params, model.config, tokens)
     for step in range(CONTEXT - PROMPT):
         at = COUNTS + step
@@ -246,7 +243,7 @@ def test_shards_and_the_old_configuration(made: Maker, tokens: np.ndarray, tmp_p
     raw["torch_dtype"] = raw.pop("dtype")
     path.write_text(json.dumps(raw))
     assert load_model_config(tmp_path) == model.config
-    close(ours(tmp_path, tokens[:1]), model.theirs(tokens[:1])[0])
+    close(ours(tmp_path, tokens[:1]), theirs(model.model, tokens[:1])[0])
 
 
 def test_bfloat16_and_saved_weights(
@@ -310,25 +307,3 @@ def test_unusual_folders(
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, **options).eval()
     close(ours(tmp_path, tokens[:1]), theirs(model, tokens[:1])[0])
-
-
-def test_greedy_tokens(
-    torch: ModuleType, transformers: ModuleType, tmp_path: Path, tokens: np.ndarray
-) -> None:
-    """Generates 64 tokens for two prompts of different lengths in one batch."""
-    shape = {"head_dim": 8, "rms_norm_eps": 1e-5, "num_key_value_heads": 2, "eos_token_id": None}
-    model = build(torch, transformers, "llama", False, **rope(32.0), **shape)
-    model.save_pretrained(tmp_path)
-    config = load_model_config(tmp_path)
-    params = load_params(tmp_path, config, "float32")
-    prompts = [tokens[0, :40].tolist(), tokens[0, 50:57].tolist()]
-    state, _ = generate(params, config, prompts, [64, 64], capacity=104, max_steps=64)
-    options = {"max_new_tokens": 64, "do_sample": False, "pad_token_id": 0}
-    for row, prompt in enumerate(prompts):
-        mask = torch.ones(1, len(prompt), dtype=torch.long)
-        with torch.no_grad():
-            written = model.generate(torch.tensor([prompt]), attention_mask=mask, **options)
-        want = written[0].tolist()
-        assert len(want) == len(prompt) + 64
-        assert len(set(want[len(prompt) :])) > 4  # not a repetition of few tokens
-        assert state.history[row, : len(want)].tolist() == want

@@ -6,9 +6,9 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 
@@ -26,44 +26,23 @@ from tests.support.samplers import LITERAL
 from tests.support.traces import read_trace, token
 
 
-class Page(HTMLParser):
-    """A parser for the tokens, table and tags of HTML, which checks that it is well formed."""
+class Page:
+    """The tokens, cells and texts of a cell's HTML, which is also well-formed XML."""
 
     def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[tuple[str, dict[str, str | None]]] = []
-        self.tags: list[str] = []
-        self.names: set[str] = set()
-        self.tokens: list[dict[str, str]] = []
-        self.cells: list[str] = []
-        self.plain = ""
-        self.feed(text)
-        self.close()
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.names |= {name for name, _ in attrs}
-        if tag != "wbr":
-            self.open.append((tag, dict(attrs)))
-        if tag in ("td", "th"):
-            self.cells.append("")
-        given = {name: value or "" for name, value in attrs}
-        if tag == "span" and "title" in given and "data-regime" in given:
-            self.tokens.append({**given, "text": ""})
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop()[0] == tag
-
-    def handle_data(self, data: str) -> None:
-        tags = [tag for tag, _ in self.open]
-        if "style" in tags:
-            return
-        self.plain += data
-        if "td" in tags or "th" in tags:
-            self.cells[-1] += data
-        elif "span" in tags and "i" not in tags and "title" in self.open[-1][1] and self.tokens:
-            self.tokens[-1]["text"] += data
+        # XML would change line ends in attributes to spaces.
+        root = ElementTree.fromstring(text.replace("<wbr>", "").replace("\n", "&#10;"))
+        for sheet in root.iter("style"):
+            sheet.text = ""
+        self.tags = {node.tag for node in root.iter()}
+        self.names = {name for node in root.iter() for name in node.attrib}
+        self.plain = "".join(root.itertext())
+        self.cells = ["".join(n.itertext()) for n in root.iter() if n.tag in ("td", "th")]
+        self.tokens = [
+            {**node.attrib, "text": "".join([node.text or "", *(sign.tail or "" for sign in node)])}
+            for node in root.iter("span")
+            if {"title", "data-regime"} <= {*node.attrib}
+        ]
 
 
 def row_of(*tokens: TokenRecord, retracted: Sequence[TokenRecord] = (), **fields: Any) -> Row:

@@ -3,9 +3,11 @@
 import re
 import runpy
 import sys
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -27,11 +29,12 @@ from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.names import BOXES
 from entropix_jax.sampler.context import Context, draw
-from entropix_jax.sampler.control import end, force, fork
+from entropix_jax.sampler.control import end, force, fork, rewind
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.presets import code_identity, load_sampler
 from entropix_jax.sampler.sampler import Sampler
+from entropix_jax.sampler.state import Proposal
 from tests.support.samplers import LITERAL
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -230,6 +233,40 @@ def branches(logits: jax.Array, ctx: Context) -> jax.Array:
 
 def run_once(model: LanguageModel, sampler: Sampler) -> None:
     run(model, [Request([1, 2], calibrate_sampler(sampler, model), max_new_tokens=1)], slots=1)
+
+
+ONE, NO = jnp.int32(1), jnp.float32(0.0)
+CTX = SimpleNamespace(states={"own": NO})
+
+
+def proposal(temperature: Any) -> Proposal:
+    return Proposal(ONE, temperature, ONE, NO, NO, ONE)
+
+
+@pytest.mark.parametrize(
+    ("part", "valid", "wrong", "message"),
+    [
+        ("propose", proposal(NO), proposal(jnp.zeros(3)), "Proposal with 0 axes in `temperature`"),
+        ("control", rewind(ONE), rewind(jnp.ones(2, int)), "Verdict with 0 axes in `back`"),
+        ("may", jnp.bool_(True), jnp.ones(2, bool), "bool [], not bool [2]"),
+        ("holds", ONE, NO, "int32 [], not float32 []"),
+        ("advance", NO, jnp.zeros(2), "float32 [], not float32 [2]"),
+        ("advance", NO, {"a": NO}, "float32 [], not dict(float32 [])"),
+        ("learn", NO, ONE, "float32 [], not int32 []"),
+    ],
+)
+def test_results_are_checked(part: str, valid: Any, wrong: Any, message: str) -> None:
+    def of(result: Any) -> Callable[..., Any]:
+        parts: dict[str, Any] = {part: lambda *arguments: result}
+        function: Callable[..., Any] = getattr(Mechanism("own", **parts).guarded(), part)
+        return function
+
+    arguments = {"learn": (None, CTX), "control": (CTX, ONE)}.get(part, (CTX,))
+    assert of(valid)(*arguments) is valid
+    with pytest.raises(UserError, match=re.escape(f"mechanism 'own': `{part}` must return ")):
+        of(wrong)(*arguments)
+    with pytest.raises(UserError, match=re.escape(message)):
+        of(wrong)(*arguments)
 
 
 # The example of docs/adding-an-arm.md, and a mechanism that ends the row

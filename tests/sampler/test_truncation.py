@@ -62,28 +62,6 @@ def oracle_of(rule: str, logits: np.ndarray, temperature: float, number: float) 
     return KeptTokens.of(rule, logits, *map(float, (np.float32(temperature), *given)))
 
 
-@pytest.mark.parametrize("rule", NUMBERS)
-def test_rules_equal_the_oracles(rule: str) -> None:
-    """Each rule keeps the oracle's tokens and samples from them, for flat and peaked rows with ties
-    and logits of -inf, at several temperatures."""
-    rng = np.random.default_rng([*NUMBERS].index(rule))
-    for rows, vocab in ((600, 512), (4, LLAMA3)):
-        logits, uniforms = random_logits(rng, rows, vocab), below_one(rng.random((rows, 4)))
-        temperatures, numbers = rng.choice([0.3, 1, 1, 2.5], rows), rng.choice(NUMBERS[rule], rows)
-        proposal = proposal_of(temperatures, num_candidates=4)
-        settings = settings_of([rule] * rows, numbers)
-        arrays = jnp.asarray(logits), proposal, jnp.asarray(uniforms), settings
-        drawn = jax.device_get(truncated_draw(*arrays))
-        decided = 0
-        for row in range(rows):
-            oracle = oracle_of(rule, logits[row], temperatures[row], numbers[row])
-            oracle.check(
-                drawn.left[row] > -np.inf, drawn.ids[row], uniforms[row].astype(np.float64)
-            )
-            decided += oracle.decided
-        assert decided > rows / 4
-
-
 @pytest.mark.parametrize(("rule", "vocab"), [*((rule, 50) for rule in NUMBERS), ("eta", 200)])
 def test_frequencies_of_each_rule(rule: str, vocab: int) -> None:
     """100,000 draws follow p renormalised over the rule's tokens, in the head and beyond it."""

@@ -32,11 +32,6 @@ def config_of(family: str) -> ModelConfig:
     return tiny_config(**changes, dtype="bfloat16", **FAMILIES[family])
 
 
-def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Returns the rows of each head in the order of llama.cpp's converter."""
-    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-
-
 def write(
     path: Path,
     family: str = "llama",
@@ -66,7 +61,9 @@ def write(
     for spec, leaf in zip(specs, jax.tree.leaves(params), strict=True):
         values = np.asarray(leaf)
         if family in ("llama", "smollm3") and ("q_proj" in spec.name or "k_proj" in spec.name):
-            values = interleaved(values, len(values) // config.head_dim)
+            # The rows of each head are in the order of llama.cpp's converter.
+            halves = values.reshape(-1, 2, config.head_dim // 2, *values.shape[1:])
+            values = halves.swapaxes(1, 2).reshape(values.shape)
         stored[str(names.get_name(spec.name, try_suffixes=(".weight", ".bias")))] = values
     writer = gguf.GGUFWriter(path, family)
     for name, value in {**metadata, **changes}.items():

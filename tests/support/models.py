@@ -11,21 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from entropix_jax.engine.decode import decode
-from entropix_jax.engine.prefill import prefill
 from entropix_jax.engine.slots import Layout, empty_slots
-from entropix_jax.engine.state import RUNNING, DecodeState, Program, StepRecord
+from entropix_jax.engine.state import RUNNING, DecodeState
 from entropix_jax.model.cache import KVCache, init_cache
 from entropix_jax.model.checkpoint import check_tensors, open_tensors, read_params
 from entropix_jax.model.config import ModelConfig, RopeScaling
 from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.params import Params, ParamSpec, param_specs
-from entropix_jax.sampler.calibration import generic_calibration
-from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms import MECHANISMS
-from entropix_jax.sampler.metrics import Metrics, measure
-from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import Parts, SamplerSettings
+from entropix_jax.sampler.metrics import measure
+from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.stats import AttnStats
 
 # A small version of a published configuration. The original context is short, so that a prompt of
@@ -112,24 +107,6 @@ def fill_unused(cache: KVCache, junk: float) -> KVCache:
     )
 
 
-def all_metrics(config: ModelConfig, logits: jax.Array | np.ndarray, stats: AttnStats) -> Metrics:
-    """Returns metrics with equal weights for all layers."""
-    return metrics_of(logits, stats, jnp.ones((logits.shape[0], config.num_layers), jnp.float32))
-
-
-def sampler_params(config: ModelConfig, batch: int, preset: str = "greedy") -> SamplerSettings:
-    """Returns settings of a batch whose rows have the same preset."""
-    sampler = load_sampler(preset).resolve(generic_calibration())
-    params = sampler.settings(
-        num_layers=config.num_layers,
-        epsilon=2.0**-23,
-        encode=lambda text: list(text.encode()),
-        token_texts=lambda: list(map(chr, range(min(128, config.vocab_size)))),
-        vocab_size=config.vocab_size,
-    )
-    return jax.tree.map(lambda leaf: jnp.stack([leaf] * batch), params)
-
-
 def uncached(
     config: ModelConfig,
     prompts: Sequence[Sequence[int]],
@@ -139,7 +116,6 @@ def uncached(
     eos_ids: np.ndarray,
     *,
     capacity: int,
-    mechanisms: tuple[Mechanism, ...] = MECHANISMS,
     lanes: int = 0,
     shards: int = 1,
 ) -> DecodeState:
@@ -147,7 +123,7 @@ def uncached(
     layout = Layout(len(prompts), lanes, shards)
     first = jax.tree.map(lambda x: x[0], settings)
     state = empty_slots(
-        config, layout, first, mechanisms=mechanisms, capacity=capacity, dtype=jnp.dtype("float32")
+        config, layout, first, mechanisms=MECHANISMS, capacity=capacity, dtype=jnp.dtype("float32")
     )
     history = np.zeros((len(prompts), capacity), np.int32)
     for row, prompt in enumerate(prompts):
@@ -166,51 +142,3 @@ def uncached(
         eos_ids=jnp.broadcast_to(jnp.asarray(eos_ids), (len(layout.slot_of), len(eos_ids))),
         status=put(state.status, RUNNING),
     )
-
-
-def start(
-    params: Params,
-    config: ModelConfig,
-    prompts: Sequence[Sequence[int]],
-    budgets: Sequence[int],
-    *,
-    capacity: int,
-    eos: Sequence[int] = (-1,),
-) -> DecodeState:
-    """Returns greedy rows whose prompts are cached, except for the last token."""
-    state = uncached(
-        config,
-        prompts,
-        budgets,
-        np.zeros((len(prompts), 2), np.uint32),
-        sampler_params(config, len(prompts)),
-        np.asarray(eos, np.int32),
-        capacity=capacity,
-    )
-    count = jnp.asarray([len(prompt) - 1 for prompt in prompts], jnp.int32)
-    tokens = jnp.array(state.history)  # a copy: the state is donated
-    return prefill(params, state, tokens, count, config=config, window=capacity)
-
-
-def generate(
-    params: Params,
-    config: ModelConfig,
-    prompts: Sequence[Sequence[int]],
-    budgets: Sequence[int],
-    *,
-    capacity: int,
-    steps: int | None = None,
-    max_steps: int = 24,
-    eos: Sequence[int] = (-1,),
-) -> tuple[DecodeState, StepRecord]:
-    """Runs greedy rows in one call of the loop."""
-    state = start(params, config, prompts, budgets, capacity=capacity, eos=eos)
-    state, records, _ = decode(
-        params,
-        state,
-        jnp.int32(steps or max(budgets)),
-        config=config,
-        max_steps=max_steps,
-        program=Program(Parts(MECHANISMS, frozenset({"argmax"})), capacity),
-    )
-    return state, jax.device_get(records)

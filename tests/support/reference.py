@@ -32,6 +32,12 @@ def varentropy_bits(p: np.ndarray) -> float:
     return float((p * (-np.log2(p) - entropy_bits(p)) ** 2).sum())
 
 
+def auroc(scores: np.ndarray, positive: np.ndarray) -> float:
+    """Returns the probability that a positive case scores higher than another, ties as half."""
+    over = scores[positive][:, None] - scores[~positive]
+    return float(np.mean(np.sign(over) + 1) / 2)
+
+
 @dataclass
 class Attention:
     """Attention of one position of one row, from scaled scores `s[L, N, n]` over its keys."""

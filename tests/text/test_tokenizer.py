@@ -181,26 +181,6 @@ def test_added_tokens_of_other_files(
     assert (ids[0] in tokenizer.special_ids) == ("think" not in text)
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("added_tokens.json", {"<think>": 5}, "the added token '<think>' has the id 5, but the"),
-        ("added_tokens.json", {"<think>": "5"}, "an added token must be a text with an id"),
-        ("tokenizer_config.json", {"added_tokens_decoder": [1]}, "'added_tokens_decoder' must be"),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"x": THINK}}, "a text with an id"),
-        ("special_tokens_map.json", {"additional_special_tokens": [1]}, "an added token must be"),
-    ],
-)
-def test_errors_of_added_tokens(
-    tmp_path: Path, file: str, content: dict[str, Any], message: str
-) -> None:
-    folder = save(tmp_path / "added", byte_level())
-    (folder / file).write_text(json.dumps(content))
-    with pytest.raises(UserError, match=message) as caught:
-        load_tokenizer(folder)
-    assert file in str(caught.value)
-
-
 def test_the_text_of_each_token(loaded: dict[str, Tokenizer]) -> None:
     """Texts include white space. Control tokens have none, partial characters have U+FFFD."""
     for kind in ALL_KINDS:
@@ -507,103 +487,97 @@ def test_chat_template_sources(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path).chat_template == "file"
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (None, "no chat template"),
-        ("a\n{% if %}", "line 2"),
-        ("{{ raise_exception('only\ntwo roles') }}", "refuses the messages: only two roles"),
-        ("{{ 1 + 'a' }}", "the chat template fails: TypeError"),
-        ("{{ 'a' * 10**9 }}", "the chat template fails: OverflowError"),
-        ("{{ 9 ** (9 ** 9) }}", "the chat template fails: OverflowError"),
-    ],
-)
-def test_bad_chat_templates(tmp_path: Path, template: str | None, message: str) -> None:
-    tokenizer = load_tokenizer(save(tmp_path, byte_level(), {"chat_template": template}))
-    with pytest.raises(UserError, match=message):
-        tokenizer.apply_chat(CHAT)
-
-
-# Files
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("tokenizer.json", b'{"version": "1.0"}', "not a tokenizer.json"),
-        ("tokenizer.model", b"\n\x0e\x00\x00unk", "line 1 is not a token in base64"),
-        ("tokenizer.model", b"YQ== 0\nYg== 2\n", "the ranks are not 0, 1, 2"),
-        ("tokenizer.model", b"YQ== 0\nYg== 1\n", "or a single byte is missing"),
-        ("tokenizer_config.json", b'{"add_bos_token": true}', "'bos_token' is not a token"),
-        ("tokenizer_config.json", b'{"eos_token": true}', "'eos_token' must be text, or an obj"),
-        ("tokenizer_config.json", b'{"chat_template": [1]}', "'chat_template' must be"),
-        ("tokenizer_config.json", b'{"bos_token": "\\ud800"}', "'bos_token' is not valid Unicode"),
-        ("other", b"", "neither tokenizer.json nor tokenizer.model"),
-    ],
-)
-def test_errors_of_tokenizer_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
-    if name not in ("tokenizer.model", "other"):
-        save(tmp_path, byte_level())
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        load_tokenizer(tmp_path)
-
+# Errors
 
 ISOLATED = {"behavior": "Isolated", "invert": False}
 BACKTRACKING = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, **ISOLATED}
 NO_TOKEN = {
     "type": "TemplateProcessing",
-    "single": [
-        {"SpecialToken": {"id": "<s>", "type_id": 0}},
-        {"Sequence": {"id": "A", "type_id": 0}},
-    ],
+    "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}],
     "pair": [],
     "special_tokens": {"<s>": {"id": "<s>", "ids": [99999], "tokens": ["<s>"]}},
 }
+NO_UNKNOWN = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<none>"}
+
+
+RAW: dict[str, Any] = json.loads(byte_level(bos=False).to_str())
+LONGER = {**RAW["model"], "continuing_subword_prefix": "longer"}
+
+
+def changed(**parts: Any) -> dict[str, Any]:
+    """Returns the content of tokenizer.json with other parts."""
+    return {**RAW, **parts}
+
+
+def decoded_by(*parts: decoders.Decoder) -> dict[str, Any]:
+    return changed(decoder=json.loads(decoders.Sequence([*parts]).__getstate__()))
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "content", "message"),
     [
-        # The library panics, which is no Exception, when it reads these files, ...
-        ({"model": {"continuing_subword_prefix": "longer"}}, "not a tokenizer.json: range"),
-        # ... and on a text, here with endless backtracking of an expression.
-        ({"pre_tokenizer": BACKTRACKING}, "the tokenizer fails: Onig: Regex search error: retry-"),
-        ({"post_processor": NO_TOKEN}, "the post-processor adds 99999, not a token id"),
-        # Some errors of the library occur only with the first text that triggers them.
+        ("other", b"", "neither tokenizer.json nor tokenizer.model"),
+        ("tokenizer.json", {"version": "1.0"}, "not a tokenizer.json"),
+        ("tokenizer.model", b"\n\x0e\x00\x00unk", "line 1 is not a token in base64"),
+        ("tokenizer.model", b"YQ== 0\nYg== 2\n", "the ranks are not 0, 1, 2"),
+        ("tokenizer.model", b"YQ== 0\nYg== 1\n", "or a single byte is missing"),
+        ("tokenizer_config.json", {"add_bos_token": True}, "'bos_token' is not a token"),
+        ("tokenizer_config.json", {"eos_token": True}, "'eos_token' must be text, or an obj"),
+        ("tokenizer_config.json", {"bos_token": "\ud800"}, "'bos_token' is not valid Unicode"),
+        # Added tokens.
+        ("added_tokens.json", {"<think>": 5}, "the added token '<think>' has the id 5, but the"),
+        ("added_tokens.json", {"<think>": "5"}, "an added token must be a text with an id"),
+        ("tokenizer_config.json", {"added_tokens_decoder": [1]}, "'added_tokens_decoder' must be"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": THINK}}, "a text with an id"),
+        ("special_tokens_map.json", {"additional_special_tokens": [1]}, "an added token must be"),
+        # The library panics, which is no Exception, when it reads a file, or on a text, here with
+        # endless backtracking. Some of its errors occur only with the first text that has them.
+        ("tokenizer.json", changed(model=LONGER), "not a tokenizer.json: range"),
+        ("tokenizer.json", changed(pre_tokenizer=BACKTRACKING), "the tokenizer fails: Onig: Regex"),
+        ("tokenizer.json", changed(model=NO_UNKNOWN), "WordLevel error: Missing"),
+        ("tokenizer.json", changed(post_processor=NO_TOKEN), "the post-processor adds 99999, not"),
+        # Unsupported decoders.
+        ("tokenizer.json", changed(decoder=None), "decoder null"),
+        ("tokenizer.json", decoded_by(decoders.WordPiece()), "decoder WordPiece"),
         (
-            {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<none>"}},
-            "WordLevel error: Missing",
+            "tokenizer.json",
+            decoded_by(decoders.ByteLevel(), decoders.Fuse()),
+            r"ByteLevel \+ Fuse",
+        ),
+        (
+            "tokenizer.json",
+            decoded_by(decoders.Fuse(), decoders.Strip(" ", 0, 1)),
+            "Strip at the end",
+        ),
+        # Chat templates.
+        ("tokenizer_config.json", {"chat_template": [1]}, "'chat_template' must be"),
+        ("tokenizer_config.json", {"chat_template": None}, "no chat template"),
+        *(
+            ("chat_template.jinja", template, message)
+            for template, message in (
+                (b"a\n{% if %}", "line 2"),
+                (b"{{ raise_exception('only\ntwo') }}", "refuses the messages: only two"),
+                (b"{{ 1 + 'a' }}", "the chat template fails: TypeError"),
+                (b"{{ 'a' * 10**9 }}", "the chat template fails: OverflowError"),
+                (b"{{ 9 ** (9 ** 9) }}", "the chat template fails: OverflowError"),
+            )
         ),
     ],
 )
-def test_failures_of_the_library_are_reported(
-    tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
-    raw = json.loads(byte_level(bos=False).to_str())
-    for key, value in change.items():
-        raw[key] = value if raw[key] is None or "type" in value else {**raw[key], **value}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
-    with pytest.raises(UserError, match=message):
-        load_tokenizer(tmp_path).encode("a" + "x" * 100, add_bos=False)
+def test_errors_of_tokenizers(tmp_path: Path, name: str, content: Any, message: str) -> None:
+    if name not in ("tokenizer.model", "other"):
+        save(tmp_path, byte_level(bos=False), {"chat_template": TEMPLATE})
+    data = content if isinstance(content, bytes) else json.dumps(content).encode()
+    (tmp_path / name).write_bytes(data)
 
+    def use() -> None:
+        tokenizer = load_tokenizer(tmp_path)
+        tokenizer.encode("a" + "x" * 100, add_bos=False)
+        tokenizer.apply_chat(CHAT)
 
-@pytest.mark.parametrize(
-    ("decoder", "message"),
-    [
-        (None, "decoder null"),
-        (decoders.WordPiece(), "decoder WordPiece"),
-        (decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()]), r"ByteLevel \+ Fuse"),
-        (decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)]), "Strip at the end"),
-    ],
-)
-def test_unsupported_decoders_are_reported(
-    tmp_path: Path, decoder: decoders.Decoder | None, message: str
-) -> None:
-    raw = byte_level()
-    raw.decoder = decoder
-    with pytest.raises(UserError, match=message):
-        load_tokenizer(save(tmp_path, raw))
+    with pytest.raises(UserError, match=message) as caught:
+        use()
+    assert "added token" not in message or name in str(caught.value)
 
 
 # Llama 3's ranks
@@ -629,7 +603,7 @@ def test_tokenizer_of_ranks(tmp_path: Path) -> None:
 def test_ranks_of_long_runs(loaded: dict[str, Tokenizer]) -> None:
     """On these texts, the expression that splits a text could backtrack."""
     tokenizer = loaded["ranks"]
-    for text in (" " * 1_000_000, "x" + "a" * 60_000 + " " * 60_000 + "th"):
+    for text in (" " * 200_000, "x" + "a" * 60_000 + " " * 60_000 + "th"):
         assert tokenizer.decode(tokenizer.encode(text, add_bos=False)) == text
 
 
