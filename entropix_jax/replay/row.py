@@ -30,6 +30,7 @@ from entropix_jax.replay.state import (
     Verdict,
 )
 from entropix_jax.replay.threefry import row_key
+from entropix_jax.sampler.wrong import MEASURES, update_means
 
 MAX_ATTEMPTS, MAX_WIDTH = 8, 10
 LOOK_AHEAD = 64  # tokens that the model reads at once
@@ -118,6 +119,13 @@ class Row(RowState):
         mean += deviation / (generated + 1)
         squares += deviation * (metrics["entropy"] - mean)
         metrics["sequence_varentropy"] = squares / (generated + 1)
+        measures = np.array([metrics[name] for name in MEASURES])
+        means = update_means(tally.means, measures, generated)
+        p_wrong = None if self.table is None else float(self.table.look_up(means))
+        if line is not None:
+            self.check(line, "metrics", p_wrong=p_wrong)
+            p_wrong = line["p_wrong"]
+        metrics["p_wrong"] = math.nan if p_wrong is None else float(np.float32(p_wrong))
         viewed = formulas.view(v, reading.logits)
         if viewed is not None:
             metrics["entropy"], metrics["varentropy"] = viewed
@@ -133,7 +141,7 @@ class Row(RowState):
             self.check(line, "regime", regime=tuple(regimes), loop=rounds > 0)
             self.check(line, "metrics", confidence=formulas.confidence(v, metrics))
             regimes = [line["regime"]]
-        return Seen(place, reading, metrics, regimes, rounds, (mean, squares))
+        return Seen(place, reading, metrics, regimes, rounds, (mean, squares), means)
 
     # Propose, draw and control
 
@@ -291,7 +299,7 @@ class Row(RowState):
             states["inject.cooldown"] = v["inject.cooldown"]
         calm = np.float32(m["entropy"]) < np.float32(v["think_end.entropy"]) and not tally.queue
         states["think_end"] = states["think_end"] + 1 if calm else 0
-        tally.queue, tally.moments = tally.queue[1:], seen.moments
+        tally.queue, tally.moments, tally.means = tally.queue[1:], seen.moments, seen.means
         if v["thresholds.dynamic"]:  # stochastic approximation (Robbins and Monro 1951)
             values = np.array([m["entropy"]] * 2 + [m["varentropy"]] * 2, np.float32)
             given = [v.get(f"thresholds.{name}", 0.0) for name in ("h1", "h2", "u1", "u2")]

@@ -29,7 +29,7 @@ def load_trace(path: Path) -> Trace:
 
 
 Json = dict[str, Any]
-OPTIONAL = {"top", "branches", "layers", "ambiguous", "chosen"}
+OPTIONAL = {"top", "branches", "layers", "ambiguous", "chosen", "p_wrong"}
 
 
 def record(**changes: object) -> TokenRecord:

@@ -5,7 +5,7 @@ import { number, percent, regimeNode } from "./format.js";
 import { percentileOf, valueAt } from "./quadrants.js";
 import { REGIMES, keyOf, occupancy, regimeTitle, valuesOf } from "./regimes.js";
 
-const QUANTITIES = { entropy: "entropy", varentropy: "varentropy", attn_entropy_norm: "normalised attention entropy", agreement: "agreement", sequence_varentropy: "sequence varentropy" };
+const QUANTITIES = { entropy: "entropy", varentropy: "varentropy", attn_entropy_norm: "normalised attention entropy", agreement: "agreement", sequence_varentropy: "sequence varentropy", p_wrong: "P(wrong)" };
 const PAIRS = [["h1", "h2"], ["u1", "u2"]]; // low and high
 const UNITS = { entropy: "bits", varentropy: "bits²", sequence_varentropy: "bits²" };
 
@@ -163,7 +163,7 @@ export function knobRow(knob, texts, apply) {
 // The scale of a slider without a table: values up to a little beyond the run's and the threshold.
 function linearScale({ quantity, value: original }, texts) {
   const same = (value) => value;
-  if (quantity === "attn_entropy_norm" || quantity === "agreement") return { max: 1, step: 0.001, at: same, value: same };
+  if (["attn_entropy_norm", "agreement", "p_wrong"].includes(quantity)) return { max: 1, step: 0.001, at: same, value: same };
   const values = texts.sides.flatMap(({ tokens }) => tokens.map((token) => token[quantity]));
   const max = Math.ceil(values.reduce((a, b) => Math.max(a, b), 1.5 * original) * 10.5) / 10;
   return { max, step: max > 2 ? 0.01 : 0.001, at: same, value: same };
