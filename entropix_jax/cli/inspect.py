@@ -3,7 +3,7 @@
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from entropix_jax.engine.score import ScoredToken
 
 _COLUMNS = "entropy", "varentropy", "attn_entropy_norm", "agreement"
+_TITLES = "position regime    logprob    entropy varentropy  attention  agreement"
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ def run(arguments: Arguments) -> int:
         for token in tokens:
             options.print_json(token.to_json())
     else:
-        _print_tokens(tokens, table=arguments.format == "table")
+        columns = _COLUMNS if calibrated.wrong_table is None else (*_COLUMNS, "p_wrong")
+        _print_tokens(tokens, columns if arguments.format == "table" else ())
     count = sums["tokens"]
     means = {name: sums[name] / count for name in ("bits_per_token", "entropy", "varentropy")}
     if arguments.format == "json":
@@ -106,21 +108,22 @@ def _add_up(tokens: "Iterator[ScoredToken]", sums: "Counter[str]") -> "Iterator[
         yield token
 
 
-def _print_tokens(tokens: "Iterator[ScoredToken]", *, table: bool) -> None:
+def _print_tokens(tokens: "Iterator[ScoredToken]", columns: Sequence[str]) -> None:
+    """Prints a line for each token with these columns, or without columns the coloured text."""
     from entropix_jax.cli.terminal import TextScreen, print_legend
 
     screen = TextScreen()
-    if table:
-        print("position regime    logprob    entropy varentropy  attention  agreement  text")
+    if columns:
+        print(_TITLES + "".join(f"{name:>11}" for name in columns[len(_COLUMNS) :]) + "  text")
     elif screen.coloured:
         print_legend()
     try:
         for token in tokens:
-            if not table:
+            if not columns:
                 screen.show(token.text, token)
                 continue
             regime = screen.paint(f"{token.regime:6}", token)
-            values = " ".join(f"{getattr(token, name):10.4f}" for name in _COLUMNS)
+            values = " ".join(f"{getattr(token, name):10.4f}" for name in columns)
             print(f"{token.position:>8} {regime} {token.logprob:10.4f} {values}  {token.text!r}")
     finally:
         screen.end_text()

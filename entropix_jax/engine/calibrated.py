@@ -14,14 +14,16 @@ from entropix_jax.host.arguments import checked
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.model.find import SUFFIX
 from entropix_jax.model.loading import CALIBRATION_FILE, LanguageModel
-from entropix_jax.names import SERVED
+from entropix_jax.names import SERVED, read_condition
 from entropix_jax.sampler.calibration import Calibration, generic_calibration, read_calibration
+from entropix_jax.sampler.keys import REGIME_KEYS
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.mechanisms.branch import BRANCH
 from entropix_jax.sampler.mechanisms.clarify import CLARIFY
 from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.sampler.settings import MAX_WIDTH, Parts, SamplerSettings
+from entropix_jax.sampler.wrong import WrongTable, find_table
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +70,11 @@ class CalibratedSampler:
         """Lines that a user should see."""
         return self.sampler.notes
 
+    @cached_property
+    def wrong_table(self) -> WrongTable | None:
+        """The table of P(wrong)."""
+        return find_table(self.values["wrong.table"], self.calibration.wrong)
+
     @property
     def notes_without_user(self) -> tuple[str, ...]:
         """The notes for a run in which no user can answer a question."""
@@ -105,7 +112,12 @@ def calibrate_sampler(sampler: Sampler, model: LanguageModel) -> CalibratedSampl
         own = f"`{renew}` measures its own"
         notes = (*notes, f"the model has no calibration: the generic table is used; {own}")
     resolved = replace(sampler.resolve(calibration, where), notes=notes)
-    return CalibratedSampler(resolved, sampler_settings(model, resolved), calibration)
+    found = CalibratedSampler(resolved, sampler_settings(model, resolved), calibration)
+    bounded = {read_condition(text)[0] for key in REGIME_KEYS for text in found.values[key]}
+    if "p_wrong" not in bounded or found.wrong_table is not None:
+        return found
+    note = f"without a table no condition on p_wrong holds: `{renew} --task TASK` fits one"
+    return replace(found, sampler=replace(resolved, notes=(*notes, note)))
 
 
 def _find_tables(model: LanguageModel) -> Path | None:

@@ -1,5 +1,6 @@
 """Converts the device's records of a chunk of steps to typed records on the host."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
@@ -119,6 +120,7 @@ def _step_tokens(
             observation.sequence_varentropy,
             observation.metrics,
             (observation.token_confidence, observation.self_certainty, observation.max_prob),
+            observation.p_wrong,
         ),
         **extras_fields(records.extras, recording, decode),
     }
@@ -141,16 +143,21 @@ def _candidates(records: StepRecord, i: int) -> list[tuple[int, float]]:
 
 
 def measured(
-    regime: Any, sequence_varentropy: Any, metrics: Metrics, confidences: Iterable[Any]
+    regime: Any,
+    sequence_varentropy: Any,
+    metrics: Metrics,
+    confidences: Iterable[Any],
+    p_wrong: Any,
 ) -> dict[str, list[Any]]:
-    """Returns the fields of `MeasuredToken` that are measured, of n tokens. `confidences` are those
-    of `metrics.measure_confidence`. Arrays are [n]."""
+    """Returns the fields of `MeasuredToken` that are measured, of n tokens, and `p_wrong`, None
+    where it is NaN. `confidences` are those of `metrics.measure_confidence`. Arrays are [n]."""
     names = "token_confidence", "self_certainty", "max_prob"
     return {
         "regime": [REGIMES[index] for index in plain(regime)],
         "sequence_varentropy": plain(sequence_varentropy),
         **{name: plain(values) for name, values in vars(metrics).items()},
         **dict(zip(names, map(plain, confidences), strict=True)),
+        "p_wrong": [None if math.isnan(p) else p for p in plain(p_wrong)],
     }
 
 

@@ -29,6 +29,7 @@ from entropix_jax.model.params import Params
 from entropix_jax.sampler.metrics import Metrics, apply_noise_floor, measure, measure_confidence
 from entropix_jax.sampler.regimes import classify
 from entropix_jax.sampler.settings import SamplerSettings
+from entropix_jax.sampler.wrong import MEASURES, update_means
 
 _CONTEXT = 1024  # most tokens of a segment, unless the caller says otherwise
 _METRICS_CHUNK, _LIKELIHOOD_CHUNK = 64, 128  # most tokens of a text in one call
@@ -36,7 +37,7 @@ _LOGITS_BYTES = 1 << 28  # most memory for the logits of one call
 _CACHE_BYTES = 1 << 30  # most memory for the cache of several texts
 _NOTHING = Recording()
 
-_classify = jax.jit(jax.vmap(classify, in_axes=(0, None, 0)))
+_classify = jax.jit(jax.vmap(classify, in_axes=(0, None, 0, None, 0)))
 
 
 @dataclass(slots=True)
@@ -45,10 +46,12 @@ class ScoredToken(MeasuredToken):
 
     `context` is the number of tokens before it that the model saw. `top`, [token id, text,
     probability] of the most likely tokens, and `layers` and `layers_varentropy`, the attention
-    entropy and varentropy of each layer and head, are None unless recorded.
+    entropy and varentropy of each layer and head, are None unless recorded. `p_wrong` is None
+    without a table.
     """
 
     context: int
+    p_wrong: float | None = None
     top: list[tuple[int, str, float]] | None = None
     layers: list[list[float]] | None = None
     layers_varentropy: list[list[float]] | None = None
@@ -86,24 +89,30 @@ def score_tokens(
 
     def score_segments() -> Iterator[ScoredToken]:
         count, mean, squares = 0, 0.0, 0.0  # of the entropies so far (Welford)
+        table, means = sampler.wrong_table, np.zeros(len(MEASURES))
         reader = TextReader(model, sampler, recording)
         for segment, at, scores in reader.read(segments, batch=1):
             assert scores.measured is not None
             metrics, extras, confidences = scores.measured
-            variances = []
-            for entropy in plain(metrics.entropy):
+            variances, p_wrong = [], []
+            measures = {**vars(metrics), "max_prob": confidences[-1]}
+            rows = np.stack([measures[name] for name in MEASURES], axis=1).astype(np.float64)
+            for entropy, own in zip(plain(metrics.entropy), rows, strict=True):
+                means = update_means(means, own, count)
+                p_wrong.append(np.nan if table is None else table.look_up(means))
                 count += 1
                 deviation = entropy - mean
                 mean += deviation / count
                 squares += deviation * (entropy - mean)
                 variances.append(squares / count)
-            spread = np.array(variances, np.float32)
+            spread, wrong = np.array(variances, np.float32), np.array(p_wrong, np.float32)
             # Parts are resized to the longest: one program serves them all.
             longest = partial(np.resize, new_shape=_METRICS_CHUNK)
-            points = jax.tree.map(longest, metrics), sampler.settings, longest(spread)
+            points = jax.tree.map(longest, metrics), sampler.settings, longest(spread), None
+            regimes = _classify(*points, longest(wrong))[: len(spread)]
             columns = {
                 "logprob": plain(scores.logprob[:, 0]),
-                **measured(_classify(*points)[: len(spread)], spread, metrics, confidences),
+                **measured(regimes, spread, metrics, confidences, wrong),
                 **extras_fields(extras, recording, model.tokenizer.decode_within),
             }
             start = segments[segment].start

@@ -36,8 +36,8 @@ class BranchRecord:
 # The fields of a line, in order.
 _ORDER = """row position context token_id text regime action logprob entropy varentropy
     sequence_varentropy attn_entropy attn_entropy_norm attn_varentropy agreement agreement_published
-    interaction_strength confidence token_confidence self_certainty max_prob temperature top_k top_p
-    min_p forwards loop top branches layers layers_varentropy attention ambiguous
+    interaction_strength confidence token_confidence self_certainty max_prob p_wrong temperature
+    top_k top_p min_p forwards loop top branches layers layers_varentropy attention ambiguous
     intents chosen""".split()
 
 
@@ -87,8 +87,8 @@ class TokenRecord(MeasuredToken):
     rolled out, and `ambiguous`, whether the two best scores were within the margin and their texts
     differ, are None except on the first token of a branch. `intents` is the entropy over the
     branches' intents in bits, None except on the first token after a fork of `clarify`. `chosen` is
-    True on a token that a person chose, else None. `state`, the sampler's state after the token,
-    for one row, is None unless recorded, and not part of a trace.
+    True on a token that a person chose, else None. `p_wrong` is None without a table. `state`, the
+    sampler's state after the token, for one row, is None unless recorded, and not part of a trace.
     """
 
     row: int
@@ -100,6 +100,7 @@ class TokenRecord(MeasuredToken):
     min_p: float
     forwards: int
     loop: bool
+    p_wrong: float | None = None
     top: list[tuple[int, str, float]] | None = None
     branches: list[BranchRecord] | None = None
     layers: list[list[float]] | np.ndarray | None = None

@@ -128,7 +128,8 @@ def regimes(v: Settings, point: Metrics, bounds: np.ndarray, slack: float) -> li
         for quantity, sign, bound in map(read_condition, v[f"regimes.{box}"]):
             named = bounds[THRESHOLDS.index(bound)] if bound in THRESHOLDS else bound
             distance = float(np.float32(point[quantity])) - float(np.float32(named))
-            depth = min(depth, (distance if sign == ">" else -distance) / (1 + abs(float(named))))
+            inside = (distance if sign == ">" else -distance) / (1 + abs(float(named)))
+            depth = min(depth, -math.inf if math.isnan(inside) else inside)
         if depth > -slack:
             found.append((box, depth > 0))
         if depth > slack:

@@ -31,6 +31,7 @@ from entropix_jax.replay.state import (
 )
 from entropix_jax.replay.threefry import row_key
 from entropix_jax.text.intents import intent_entropy
+from entropix_jax.sampler.wrong import MEASURES, update_means
 
 MAX_ATTEMPTS, MAX_WIDTH = 8, 10
 LOOK_AHEAD = 64  # tokens that the model reads at once
@@ -121,6 +122,13 @@ class Row(RowState):
         mean += deviation / (generated + 1)
         squares += deviation * (metrics["entropy"] - mean)
         metrics["sequence_varentropy"] = squares / (generated + 1)
+        measures = np.array([metrics[name] for name in MEASURES])
+        means = update_means(tally.means, measures, generated)
+        p_wrong = None if self.table is None else float(self.table.look_up(means))
+        if line is not None:
+            self.check(line, "metrics", p_wrong=p_wrong)
+            p_wrong = line["p_wrong"]
+        metrics["p_wrong"] = math.nan if p_wrong is None else float(np.float32(p_wrong))
         viewed = formulas.view(v, reading.logits)
         if viewed is not None:
             metrics["entropy"], metrics["varentropy"] = viewed
@@ -136,7 +144,7 @@ class Row(RowState):
             self.check(line, "regime", regime=tuple(regimes), loop=rounds > 0)
             self.check(line, "metrics", confidence=formulas.confidence(v, metrics))
             regimes = [line["regime"]]
-        return Seen(place, reading, metrics, regimes, rounds, (mean, squares))
+        return Seen(place, reading, metrics, regimes, rounds, (mean, squares), means)
 
     # Propose, draw and control
 
@@ -299,7 +307,7 @@ class Row(RowState):
         states["clarify.measured"] *= action == "clarify"
         is_asked = len(tally.queue) == 1 and tally.queue_action == "clarify"
         states["question"] += states["question"] > 0 or is_asked
-        tally.queue, tally.moments = tally.queue[1:], seen.moments
+        tally.queue, tally.moments, tally.means = tally.queue[1:], seen.moments, seen.means
         if v["thresholds.dynamic"]:  # stochastic approximation (Robbins and Monro 1951)
             values = np.array([m["entropy"]] * 2 + [m["varentropy"]] * 2, np.float32)
             given = [v.get(f"thresholds.{name}", 0.0) for name in ("h1", "h2", "u1", "u2")]

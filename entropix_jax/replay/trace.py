@@ -15,6 +15,7 @@ from entropix_jax.replay.formulas import ARMS, RULES
 from entropix_jax.replay.row import Row
 from entropix_jax.replay.state import Doubt, Line
 from entropix_jax.report.reading import TraceReader
+from entropix_jax.sampler.wrong import is_entry
 
 if TYPE_CHECKING:
     from entropix_jax.replay.model import ModelReader
@@ -40,7 +41,7 @@ _UNVERIFIED = "it cannot be verified"
 SECTIONS = """adaptive adaptive_p arms backspace base branch budget_forcing clarify confidence draw
     dry dynatemp edt epsilon eta explore forking inject lookup loop metrics min_k mirostat
     no_repeat_ngram p_less phrases regimes repetition resample start surrogate think_end thresholds
-    top_a top_h top_n_sigma truncation typical view xtc""".split()
+    top_a top_h top_n_sigma truncation typical view wrong xtc""".split()
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,10 @@ def read_trace(path: Path) -> Trace:
     if not {*rows} <= {row["row"] for row in footer["rows"]}:
         raise UserError(f"{path}: line {number}: the footer lacks a row")
     _check_settings(path, header["sampler_parameters"])
+    own = header["calibration"].get("wrong")
+    if own is not None and not is_entry(own):
+        problem = "the calibration's table of P(wrong) is malformed"
+        raise UserError(f"{path}: line 1: {problem}: {_UNVERIFIED}")
     return Trace(header, rows, footer)
 
 

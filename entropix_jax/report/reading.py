@@ -40,7 +40,7 @@ _TOKEN = {
     **dict.fromkeys(("text", "regime", "action"), str),
     **dict.fromkeys(METRICS, float),
     "loop": bool,
-    **dict.fromkeys(("token_confidence?", "self_certainty?", "max_prob?"), float),
+    **dict.fromkeys(("token_confidence?", "self_certainty?", "max_prob?", "p_wrong?"), float),
     "top?": [(int, str, float)],
     "branches?": [{"tokens": list, "text": str, "chosen": bool, "score?": float}],
     "layers?": [[float]],

@@ -2,7 +2,7 @@
 
 A `calibration.json` holds one table for each quantity of `TABLES`: its percentiles 0, 1, ..., 100.
 It may also hold quantiles of the varentropy and of the largest probability among tokens of equal
-entropy.
+entropy, and a table of P(wrong).
 """
 
 import json
@@ -21,6 +21,7 @@ from entropix_jax.host.arguments import as_integer
 from entropix_jax.host.files import read_json_object
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.names import LARGEST
+from entropix_jax.sampler.wrong import is_entry
 
 FORMAT = 2  # of a calibration file
 TABLES = ("entropy", "varentropy", "attn_entropy_norm", "agreement")  # quantities with a table
@@ -54,6 +55,8 @@ class Calibration:
         at_entropy: `entropy`, float64 [KNOTS] in bits, ascending, and at each of these entropies
             the quantiles `LEVELS` of `varentropy` (bits^2) and of `max_prob`, float64 [KNOTS,
             len(LEVELS)]. None unless measured.
+        wrong: `weights` and `knots` of P(wrong), see `sampler.wrong`, and the `task`, its number of
+            `items` and the calibration error, `ece`. None unless fitted.
     """
 
     quantiles: Mapping[str, np.ndarray]
@@ -61,6 +64,7 @@ class Calibration:
     tokens: int
     model: Mapping[str, int]
     at_entropy: Mapping[str, np.ndarray] | None = None
+    wrong: Mapping[str, Any] | None = None
 
     @property
     def generic(self) -> bool:
@@ -98,12 +102,13 @@ class Calibration:
             "tokens": self.tokens,
             "quantiles": tables,
             **({"at_entropy": tables_at} if tables_at else {}),
+            **({"wrong": dict(self.wrong)} if self.wrong else {}),
         }
 
     def to_text(self) -> str:
         """Returns the text of a calibration file: JSON with one line for each table."""
         text = json.dumps(self.to_json(), indent=2, ensure_ascii=False)
-        text = re.sub(r",\s+(?=\d)", ", ", text)
+        text = re.sub(r",\s+(?=-?\d)", ", ", text)
         text = re.sub(r"\[\s+([^][]+?)\s+\]", r"[\1]", text)
         return re.sub(r"\],\s+\[", "], [", text) + "\n"
 
@@ -120,25 +125,27 @@ def read_calibration(path: Path, renew: str = "entropix-jax calibrate") -> Calib
     invalid tables. `renew` is the command that makes a new one."""
     raw, problem = read_json_object(path), ""
     tables, model, tokens = raw.get("quantiles"), raw.get("model"), as_integer(raw.get("tokens"))
-    given = raw.get("at_entropy")
+    given, wrong = raw.get("at_entropy"), raw.get("wrong")
     if raw.get("format") != FORMAT:
         found = "1" if "thresholds" in raw else repr(raw.get("format"))
         problem = f"calibration format {found} is not supported (expected {FORMAT})"
     elif not isinstance(tables, dict) or set(tables) != set(TABLES):
         problem = f"'quantiles' must hold {', '.join(TABLES)}"
-    elif wrong := [name for name, table in tables.items() if not _is_table(table)]:
-        problem = f"quantiles.{wrong[0]} must be 101 numbers in ascending order"
+    elif invalid := [name for name, table in tables.items() if not _is_table(table)]:
+        problem = f"quantiles.{invalid[0]} must be 101 numbers in ascending order"
     elif not isinstance(model, dict) or tokens is None:
         problem = "'model' and 'tokens' are missing or malformed"
     elif not isinstance(given, dict | None) or not all(
         _is_table(given.get(name), *AT_ENTROPY[name]) for name in AT_ENTROPY if given is not None
     ):
         problem = "at_entropy: must hold tables in ascending order"
+    elif wrong is not None and not is_entry(wrong):
+        problem = "wrong: 'weights' or 'knots' is malformed"
     if problem or model is None or tokens is None or tables is None:
         raise UserError(f"{path}: {problem}: run {renew}")
     arrays = {name: np.asarray(tables[name], np.float64) for name in TABLES}
     at_entropy = given and {name: np.asarray(given[name], np.float64) for name in AT_ENTROPY}
-    return Calibration(arrays, str(raw.get("source", "")), tokens, model, at_entropy)
+    return Calibration(arrays, str(raw.get("source", "")), tokens, model, at_entropy, wrong)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The regime of a step: four open boxes over five quantities, and the loop guard."""
+"""The regime of a step: four open boxes over six quantities, and the loop guard."""
 
 import chex
 import jax
@@ -18,6 +18,7 @@ def classify(
     settings: SamplerSettings,
     sequence_varentropy: jax.Array | float = 0.0,
     thresholds: jax.Array | None = None,
+    p_wrong: jax.Array | float = jnp.nan,
 ) -> jax.Array:
     """Returns the regime of one row, int32: the first of LELV, HELV, LEHV, HEHV whose open box
     holds the point, else MID. NaN is in no box.
@@ -25,10 +26,12 @@ def classify(
     Args:
         sequence_varentropy: of the row's tokens (bits^2), including the next one's entropy.
         thresholds: float32 [4], see `thresholds_of`; None: the configured ones.
+        p_wrong: NaN without a table. Conditions on it then do not hold; others may.
     """
     if thresholds is None:
         thresholds = thresholds_of(settings)
-    values = {**vars(metrics), "sequence_varentropy": sequence_varentropy}
+    further = {"sequence_varentropy": sequence_varentropy, "p_wrong": p_wrong}
+    values = {**vars(metrics), **further}
     point = jnp.stack([values[quantity] for quantity in QUANTITIES])
     chex.assert_shape((point, thresholds), [(len(QUANTITIES),), (4,)])
     conditions = settings.conditions
@@ -36,7 +39,7 @@ def classify(
     named = jnp.take(thresholds, conditions.threshold, mode="clip")
     bound = jnp.where(conditions.threshold < 0, conditions.bound, named)
     holds = jnp.where(conditions.above, value > bound, value < bound) | (conditions.quantity < 0)
-    inside = jnp.all(holds, axis=-1) & jnp.all(jnp.isfinite(point))  # [4]
+    inside = jnp.all(holds, axis=-1) & jnp.all(jnp.isfinite(point[:-1]))  # [4]
     return jnp.where(jnp.any(inside), jnp.argmax(inside), len(BOXES)).astype(jnp.int32)
 
 

@@ -35,6 +35,7 @@ class Observation:
     regime: jax.Array = _LATER  # int32, index into REGIMES
     rounds: jax.Array = _LATER  # int32, see `regimes.count_rounds`; 0: the row does not loop
     confidence: jax.Array = _LATER  # float32, of the documents' formula; only reported
+    p_wrong: jax.Array = _LATER  # float32, see `mechanisms.wrong`; NaN without a table
 
 
 @struct.dataclass

@@ -22,6 +22,7 @@ from entropix_jax.sampler.context import SAMPLE, Context, as_configured, draw, i
 from entropix_jax.sampler.control import END, FORK, REWIND, WAIT, act, reach, remember
 from entropix_jax.sampler.draw import draw_tokens, numbers_of_candidates
 from entropix_jax.sampler.filters import penalise, truncate
+from entropix_jax.sampler.mechanisms.wrong import WRONG, estimate
 from entropix_jax.sampler.metrics import apply_noise_floor, measure, measure_confidence, spread
 from entropix_jax.sampler.regimes import classify, count_rounds, heated, thresholds_of, update_drift
 from entropix_jax.sampler.settings import MAX_DRAWS, MAX_WIDTH, Parts, SamplerSettings
@@ -141,10 +142,12 @@ def _classify(ctx: Context) -> Context:
     for _, mechanism in ctx.parts.having("observe"):
         ctx = replace(ctx, metrics=mechanism.observe(ctx))
     entropies, varentropy = spread(tally.entropies, seen.metrics.entropy, ctx.generated + 1)
+    p_wrong = estimate(ctx) if WRONG.name in ctx.parts.used else jnp.float32(jnp.nan)
     seen = replace(
         seen,
         sequence_varentropy=varentropy,
-        regime=classify(ctx.metrics, settings, varentropy, thresholds),
+        p_wrong=p_wrong,
+        regime=classify(ctx.metrics, settings, varentropy, thresholds, p_wrong),
         rounds=count_rounds(ctx.history, ctx.length, ctx.generated, settings.loop),
     )
     ctx = replace(

@@ -4,7 +4,7 @@ A table maps running means of four measures to a probability. This module has th
 in float64, without JAX. `mechanisms.wrong` is the traced version.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,10 @@ from entropix_jax.names import LARGEST
 MEASURES = ("entropy", "varentropy", "max_prob", "agreement")  # of the model's own distribution
 RATE = 2 / 9  # of the exponential means: that of N = 8 tokens, 2 / (N + 1)
 KNOTS = 32  # K, at most
-GAP = 0.05  # the least distance between two scores: bounds the slope
+GAP, MOST = 0.05, 1e4  # the least distance between two scores, and the largest score
 EXPECTED = (
-    "[weights, knot, knot, ...]: five weights, and 2 to 32 knots [score, probability], scores at"
-    f" least {GAP} apart and probabilities in [0, 1], both ascending"
+    f"[weights, knot, knot, ...]: five weights, and 2 to {KNOTS} knots [score, probability] in"
+    f" ascending order, scores up to {MOST:g} and at least {GAP} apart"
 )
 
 Floats = NDArray[np.float64]
@@ -75,15 +75,24 @@ def is_table(rows: Any) -> bool:
     """Returns whether a value is a table as in `WrongTable.to_rows`."""
     if not fits(rows, [[float]]) or not 3 <= len(rows) <= 1 + KNOTS or len(rows[0]) != 5:
         return False
-    if max(map(abs, rows[0])) > LARGEST or any(len(row) != 2 for row in rows[1:]):
+    are_knots = all(len(row) == 2 and abs(row[0]) <= MOST and 0 <= row[1] <= 1 for row in rows[1:])
+    if not are_knots or max(map(abs, rows[0])) > LARGEST:
         return False
-    scores, probabilities = np.array(rows[1:]).T
-    ascends = min(np.diff(scores)) >= GAP and min(np.diff(probabilities)) >= 0
-    return bool(
-        ascends and max(abs(scores)) <= LARGEST and 0 <= probabilities[0] <= probabilities[-1] <= 1
-    )
+    apart, rise = np.diff(rows[1:], axis=0).T.min(axis=1)
+    return bool(apart > 0.99 * GAP and rise >= 0)
 
 
-def as_table(rows: Sequence[Sequence[float]]) -> WrongTable:
-    """Returns the table of rows that `is_table` accepts."""
+def is_entry(value: Any) -> bool:
+    """Returns whether a value is the table of a calibration file."""
+    has_both = fits(value, {"weights": [float], "knots": [[float]]})
+    return has_both and is_table([value["weights"], *value["knots"]])
+
+
+def find_table(rows: Any, model: Mapping[str, Any] | None) -> WrongTable | None:
+    """Returns the table of a value of `wrong.table`: rows, or "model" for that of the model's
+    calibration file, None if it has none."""
+    if rows == "model":
+        if model is None:
+            return None
+        rows = [model["weights"], *model["knots"]]
     return WrongTable(np.array(rows[0], np.float64), np.array(rows[1:], np.float64))

@@ -432,10 +432,10 @@ def test_the_page_classifies_like_the_sampler(
     exact = draw.choice(limits, (count, 5)).astype(np.float32)
     side = np.nextafter(exact, draw.choice([-np.inf, np.inf], (count, 5)).astype(np.float32))
     points = np.where(near, np.where(draw.random((count, 5)) < 0.5, exact, side), points)
-    *names, spread = QUANTITIES
+    *names, spread, _ = QUANTITIES
     # The shortest decimals of the float32, as in a trace.
     tokens = [
-        {**{n: float(str(v)) for n, v in zip(QUANTITIES, p, strict=True)}, "loop": False}
+        {**{n: float(str(v)) for n, v in zip(QUANTITIES[:-1], p, strict=True)}, "loop": False}
         for p in points
     ]
     tokens += [{**one, "loop": True} for one in tokens[:10]]

@@ -159,6 +159,6 @@ def test_a_custom_observer(tiny: LanguageModel) -> None:
     assert {token.regime for token in row.tokens} <= {"helv", "hehv", "mid"}
     assert max(token.entropy for token in row.tokens) < 100
     entropy: Any = lambda ctx: ctx.metrics.entropy  # noqa: E731
-    wrong = Mechanism("wrong", observe=entropy)
-    with pytest.raises(UserError, match="'wrong': `observe` must return Metrics, not"):
-        entropix_jax.generate(tiny, "Once", load_sampler("min-p").with_mechanism(wrong))
+    invalid = Mechanism("invalid", observe=entropy)
+    with pytest.raises(UserError, match="'invalid': `observe` must return Metrics, not"):
+        entropix_jax.generate(tiny, "Once", load_sampler("min-p").with_mechanism(invalid))

@@ -444,6 +444,7 @@ TABLE = content()["quantiles"]["entropy"]
         ({"at_entropy": {}}, "at_entropy: must hold tables in ascending order"),
         ({"at_entropy": {"entropy": TABLE}}, "at_entropy: must hold tables in ascending order"),
         ({"model": None}, "'model' and 'tokens' are missing"),
+        ({"wrong": {"weights": [0] * 5, "knots": [[0, 1]]}}, "wrong: 'weights' or 'knots' is"),
         ({"tokens": "many"}, "'model' and 'tokens' are missing"),
         ({"tokens": True}, "'model' and 'tokens' are missing or malformed"),
     ],

@@ -11,6 +11,7 @@ from entropix_jax.engine.decode import decode
 from entropix_jax.engine.prefill import prefill
 from entropix_jax.engine.slots import answer
 from entropix_jax.names import QUANTITIES, REGIMES, SERVED
+from entropix_jax.sampler.calibration import TABLES
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.samplers import (
     ARMS,
@@ -46,6 +47,10 @@ def test_other_rows_need_no_other_program(compiled: list[int]) -> None:
     """Other presets, chunks and end tokens share the program. A static value compiles another."""
     deep = {"branch.depth": 32, "branch.noise": 1.0}
     ends = {"confidence.threshold": 5.0, "confidence.window": 3, "confidence.likeliest": 7}
+    doubts = {
+        "wrong.table": [[0, 0, -9, 0, 5], [-1, 0.1], [1, 0.9]],
+        "regimes.lelv": ["p_wrong < 0.5"],
+    }
     follows = {"thresholds.dynamic": True, "thresholds.rate": 0.1, "thresholds.h1": "5%"}
     for job in (
         *(replace(BASE, sampler=params_of(name)) for name in ("document-001", "mirostat")),
@@ -53,6 +58,8 @@ def test_other_rows_need_no_other_program(compiled: list[int]) -> None:
         replace(BASE, sampler=params_of("entropix", follows)),
         replace(BASE, sampler=params_of(LITERAL, deep)),
         replace(BASE, sampler=params_of(LITERAL, ends)),
+        replace(BASE, sampler=params_of(LITERAL, doubts)),
+        replace(BASE, sampler=params_of(LITERAL, doubts | {"regimes.lelv": ["p_wrong > 0.2"]})),
         replace(BASE, sampler=params_of("temperature", {"base.temperature": 9.0})),
         replace(BASE, seed=99, row_id="a longer name", prompt=[1] * 20, budget=3),
     ):
@@ -73,7 +80,7 @@ OTHER: dict[str, list[Any]] = {
     **{
         f"regimes.{box}": [
             *([], [f"{quantity} > 0.5" for quantity in QUANTITIES]),
-            [f"{quantity} > {bound}" for quantity in QUANTITIES[:-1] for bound in ("40%", "h1")],
+            [f"{quantity} > {bound}" for quantity in TABLES for bound in ("40%", "h1")],
         ]
         for box in REGIMES[:-1]
     },
@@ -99,6 +106,7 @@ OTHER: dict[str, list[Any]] = {
     "dry.breakers": ["", ["x" * 8] * 16],
     "surrogate.varentropy": ["permuted", "max_prob", "median"],
     "phrases.banned": ["abc", ["x" * 16] * 8],
+    "wrong.table": [[[*range(5)], [-1, 0], [1, 1]], [[0.5] * 5, *([i, i / 32] for i in range(32))]],
 }
 
 

@@ -113,6 +113,12 @@ SPECIAL: Mapping[str, Case] = {
         | {"regimes.lelv": ["sequence_varentropy < 0.5"], "arms.lelv": "edt"}
         | {"regimes.helv": ["attn_entropy_norm > 40%"], "arms.mid": "dynatemp"},
     ),
+    "p-wrong": Case(
+        "entropix",
+        ALL
+        | {"wrong.table": [[0.8, -0.1, -2.0, 3.0, -1.0], [-2, 0.1], [0, 0.3], [1.0, 0.9]]}
+        | {"regimes.helv": ["p_wrong < 0.4", "entropy > 0.1"], "regimes.lehv": ["p_wrong > 0.5"]},
+    ),
     "stopped": Case("temperature", HOT, options={"stop": ["e", "<|im_end|>"]}),
     "hooks": Case(
         "entropix",
@@ -366,7 +372,7 @@ def _other(value: Any, rng: random.Random, size: int) -> Any:
 
 NUMBERS = """logprob entropy varentropy sequence_varentropy attn_entropy attn_entropy_norm
     attn_varentropy agreement agreement_published interaction_strength confidence token_confidence
-    self_certainty max_prob temperature top_p min_p""".split()
+    self_certainty max_prob temperature top_p min_p p_wrong""".split()
 COUNTS = ["retracted", "forwards"]
 
 
@@ -386,7 +392,7 @@ def alter(lines: Sequence[Json], rng: random.Random, size: int) -> tuple[list[Js
     if kind == "token":
         line["token_id"] = _other(line["token_id"], rng, size)
     elif kind == "number":
-        name = rng.choice(NUMBERS)
+        name = rng.choice([name for name in NUMBERS if name in line])
         line[name], kind = _other(line[name], rng, size), name
     elif kind in ("regime", "loop"):
         line[kind] = _other(line[kind], rng, size)

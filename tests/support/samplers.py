@@ -37,7 +37,7 @@ RULES = [m.name for m in MECHANISMS if m.rule is not None]
 # All parts of a compiled step, so that one program serves all tests.
 PARTS = Parts(MECHANISMS, frozenset(NAMES))
 # Without rules, penalties, phrases and forced texts, a step compiles in half the time.
-FEW = Parts(MECHANISMS, frozenset({*ARMS, "dry"}))
+FEW = Parts(MECHANISMS, frozenset({*ARMS, "dry", "wrong"}))
 # The mechanisms of `LITERAL`, `min-p`, `greedy` and `mirostat`. Requests that have them as `others`
 # share one program, whatever their sampler.
 SHARED = frozenset(

@@ -30,6 +30,7 @@ def load_trace(path: Path) -> Trace:
 
 Json = dict[str, Any]
 OPTIONAL = {"top", "branches", "layers", "layers_varentropy", "attention", "ambiguous", "chosen"}
+OPTIONAL |= {"p_wrong"}
 
 
 def record(**changes: object) -> TokenRecord:

@@ -27,13 +27,15 @@ from entropix_jax.sampler.mechanisms.rules import RULES
 from entropix_jax.sampler.mechanisms.stopping import BUDGET_FORCING, CONFIDENCE, THINK_END
 from entropix_jax.sampler.mechanisms.surrogate import SURROGATE
 from entropix_jax.sampler.mechanisms.view import VIEW
+from entropix_jax.sampler.mechanisms.wrong import WRONG
 
 _ARMS = ARGMAX, INJECT, LOOKUP, EXPLORE, BRANCH, CLARIFY, RESAMPLE, BACKSPACE, ADAPTIVE, SAMPLE
 _DRAWS = EDT, DYNATEMP, FORKING  # arms whose action is `sample`
 _OBSERVERS = VIEW, SURROGATE
 _FILTERS = *RULES, REPETITION, NO_REPEAT_NGRAM, DRY, XTC, ADAPTIVE_P
 
-_OTHERS = *_OBSERVERS, THINK_END, BUDGET_FORCING, *_FILTERS, PHRASES, QUESTION, CONFIDENCE
+_STOPS = THINK_END, BUDGET_FORCING
+_OTHERS = *_OBSERVERS, *_STOPS, *_FILTERS, PHRASES, QUESTION, CONFIDENCE, WRONG
 
 MECHANISMS = *_ARMS, *_DRAWS, *_OTHERS
 
