@@ -30,8 +30,8 @@ from entropix_jax.replay.state import (
     Verdict,
 )
 from entropix_jax.replay.threefry import row_key
-from entropix_jax.text.intents import intent_entropy
 from entropix_jax.sampler.wrong import MEASURES, update_means
+from entropix_jax.text.intents import intent_entropy
 
 MAX_ATTEMPTS, MAX_WIDTH = 8, 10
 LOOK_AHEAD = 64  # tokens that the model reads at once

@@ -37,7 +37,8 @@ MORE |= {"token_confidence", "self_certainty", "max_prob", "p_wrong"}
 def test_fields_and_their_order() -> None:
     branch = BranchRecord([1], "a", -0.5, chosen=True)
     full = record(
-        top=[(1, "a", 0.5)], layers=[[0.5]], branches=[branch], ambiguous=False, chosen=True, p_wrong=0.5,
+        top=[(1, "a", 0.5)], layers=[[0.5]], branches=[branch], ambiguous=False, chosen=True,
+        p_wrong=0.5,
         layers_varentropy=[[0.5]], attention=[{"layer": 0, "head": 0, "to": [(0, "a", 0.5)]}],
     )  # fmt: skip
     keys = list(full.to_json())
