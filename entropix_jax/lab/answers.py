@@ -1,4 +1,4 @@
-"""Metrics of a model's own answers to a list of prompts, for calibration."""
+"""Metrics of a model's own answers to a list of prompts or to a task, for calibration."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from entropix_jax.batch.records import BadRecord, read_records
 from entropix_jax.engine.api import Generation
 from entropix_jax.engine.calibrated import CalibratedSampler, sampler_settings
 from entropix_jax.engine.request import Request, check_request
+from entropix_jax.engine.results import Rows
 from entropix_jax.engine.tokens import encode_prompt
 from entropix_jax.errors import UserError
 from entropix_jax.host.files import read_text
 from entropix_jax.lab.tasks.task import Item
 from entropix_jax.lab.tasks.writing import to_item
+from entropix_jax.lab.trials import Question, extract_answer, score_answer
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.calibration import AT_ENTROPY, TABLES, generic_calibration
 from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.wrong import MEASURES
 
 SAMPLER = "min-p"  # its answers' quantiles are nearer to those of `entropix` than greedy's
 MAX_NEW_TOKENS = 128  # of an answer
@@ -72,6 +75,52 @@ def measure_answers(
     sampler = load_sampler(SAMPLER).resolve(generic)
     drawn = CalibratedSampler(sampler, sampler_settings(model, sampler), generic)
     requests = [_request(model, prompt, drawn, seed) for seed in seeds for prompt in prompts]
+    tokens = [token for row in _run(model, requests, on_answer) for token in row.tokens]
+    names = dict.fromkeys((*TABLES, *AT_ENTROPY))
+    return {name: np.array([getattr(t, name) for t in tokens], np.float32) for name in names}
+
+
+def measure_task(
+    model: LanguageModel,
+    questions: Sequence[Question],
+    sampler: CalibratedSampler,
+    seed: int,
+    on_answer: Callable[[], None],
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Answers each question of a task, in one batch. Calls `on_answer` after each answer.
+
+    Returns:
+        `wrong.MEASURES` at the tokens of each answer, float64 [T, 4], and whether each answer is
+        wrong: its score is below 0.5.
+
+    Raises:
+        UserError: see `measure_answers`, or the task's code fails or returns no score.
+    """
+    requests = [
+        Request(
+            question.prompt,
+            sampler,
+            max_new_tokens=question.max_new_tokens,
+            row_id=question.item.id,
+            seed=seed,
+            eos_ids=question.ends,
+            stop=question.task.stop,
+        )
+        for question in questions
+    ]
+    measures, scores = [], []
+    rows = _run(model, requests, on_answer)
+    for question, row in zip(questions, rows, strict=True):
+        measured = [[getattr(token, name) for name in MEASURES] for token in row.tokens]
+        measures.append(np.array(measured, np.float64).reshape(-1, len(MEASURES)))
+        scores.append(score_answer(question, extract_answer(question, row.text)))
+    if np.isnan(scores).any():
+        raise UserError(f"task '{questions[0].task.name}': its answers have no score")
+    return measures, np.array(scores) < 0.5
+
+
+def _run(model: LanguageModel, requests: Sequence[Request], on_answer: Callable[[], None]) -> Rows:
+    """Runs requests to their ends and returns the rows."""
     answers = Generation(model, requests)
     for event in answers:
         row = event.row
@@ -79,9 +128,7 @@ def measure_answers(
             raise UserError(f"prompt {row.request.row_id}: {row.error}")
         if row.finish_reason is not None:
             on_answer()
-    tokens = [token for row in answers.rows for token in row.tokens]
-    names = dict.fromkeys((*TABLES, *AT_ENTROPY))
-    return {name: np.array([getattr(t, name) for t in tokens], np.float32) for name in names}
+    return answers.rows
 
 
 def _request(model: LanguageModel, prompt: Item, sampler: CalibratedSampler, seed: int) -> Request:

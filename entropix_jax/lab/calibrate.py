@@ -1,14 +1,17 @@
-"""`entropix-jax calibrate`: quantile tables of a model's own answers."""
+"""`entropix-jax calibrate`: quantile tables of a model's own answers, and its table of P(wrong)."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from entropix_jax.cli.options import EXIT_OK, Count, Dtype, File, Model, model_name
+from entropix_jax.cli.options import EXIT_OK, Count, Dtype, File, Model, Text, model_name
 from entropix_jax.cli.status import show_status
 from entropix_jax.errors import UserError, check_range
 from entropix_jax.host.files import check_apart, check_writable, replacing
+
+if TYPE_CHECKING:
+    from entropix_jax.model.loading import LanguageModel
 
 _PERCENTS = (5, 25, 50, 75, 95, 99)
 _UNITS = {"entropy": "bits", "varentropy": "bits²"}
@@ -20,7 +23,8 @@ class Arguments:
     """Measures the entropy and varentropy of a model's own answers, for samplers with percentiles
     as thresholds.
 
-    Writes the model's quantile tables, and prints some of the quantiles.
+    Writes the model's quantile tables, and prints some of the quantiles. With --task it adds the
+    table of P(wrong), the probability that an answer is wrong, to these tables.
 
     Example:
         --model tiny --output tiny.json
@@ -38,6 +42,12 @@ class Arguments:
     """Seed of the answers."""
     samples: Count = 1
     """Number of answers to each prompt."""
+    task: Annotated[Text, "TASK"] = None
+    """Task of evaluate, whose answers in the tuning split P(wrong) is fitted to."""
+    items: Count = 0
+    """Number of items of the task; 0 for all."""
+    sampler: Annotated[Text, "PRESET_OR_FILE"] = None
+    """Sampler of the answers to the task (default: greedy)."""
     dtype: Dtype = None
     """Dtype of the weights in memory (default: the checkpoint's)."""
 
@@ -49,6 +59,14 @@ def run(arguments: Arguments) -> int:
     check_range("--samples", arguments.samples, 1)
     if arguments.output is not None:
         _check_output(Path(arguments.output), arguments)
+    others, fault = ("items", "sampler"), "needs --task"
+    if arguments.task is not None:
+        others, fault = ("prompts", "samples"), "cannot be used with --task"
+    for option in others:
+        if getattr(arguments, option) != getattr(Arguments, option):
+            raise UserError(f"--{option} {fault}")
+    if arguments.task is not None:
+        return _fit(arguments)
     from entropix_jax.lab.answers import (
         MAX_NEW_TOKENS,
         SAMPLER,
@@ -61,16 +79,9 @@ def run(arguments: Arguments) -> int:
     prompts = None if file is None else read_prompts(file)
 
     from entropix_jax.engine.calibrated import model_shape
-    from entropix_jax.host.compile_cache import use_compilation_cache
-    from entropix_jax.model.loading import load
     from entropix_jax.sampler.calibration import Calibration
 
-    name = model_name(arguments.model)
-    use_compilation_cache()
-    with show_status("loading the model"):
-        model = load(name, arguments.dtype)
-    output = Path(arguments.output or model.calibration_file)
-    _check_output(output, arguments)
+    model, output = _load(arguments)
     own = model.folder / PROMPTS_FILE
     if file is None and own.exists():
         file, prompts = own, read_prompts(own)
@@ -93,11 +104,70 @@ def run(arguments: Arguments) -> int:
     source = f"{number} answers to {len(prompts)} prompts of {where}, by {SAMPLER}"
     source += f", at most {MAX_NEW_TOKENS} tokens each"
     calibration = Calibration.from_values(values, source, model_shape(model))
-    with replacing(output) as scratch:
-        scratch.write_text(calibration.to_text(), encoding="utf-8", errors="backslashreplace")
+    _write(output, calibration)
     _print_quantiles(calibration)
     print(f"{output}: written", file=sys.stderr)
     return EXIT_OK
+
+
+def _fit(arguments: Arguments) -> int:
+    """Adds the table of P(wrong) to the model's tables."""
+    check_range("--items", arguments.items, 0)
+    from entropix_jax.lab.answers import measure_task
+    from entropix_jax.lab.tasks.registry import find_task, locate_task
+    from entropix_jax.lab.trials import read_questions
+    from entropix_jax.lab.wrong import FOLDS, cross_validate, fit_wrong
+    from entropix_jax.sampler.presets import load_sampler
+
+    task = find_task(locate_task(str(arguments.task)))
+    sampler = load_sampler(arguments.sampler or "greedy")
+
+    from entropix_jax.engine.calibrated import calibrate_sampler
+
+    model, output = _load(arguments)
+    calibrated = calibrate_sampler(sampler, model)
+    if calibrated.calibration.generic:
+        first = f"run entropix-jax calibrate --model {model.folder} without --task first"
+        raise UserError(f"{model.calibration_file}: no such file: {first}")
+    questions = [*read_questions(model, task, "tuning", arguments.items)]
+    print(f"answering {len(questions)} questions of {task.name}", file=sys.stderr)
+    done = iter(range(1, len(questions) + 1))
+    with show_status(f"0 of {len(questions)} answered") as status:
+        measures, wrong = measure_task(
+            model,
+            questions,
+            calibrated,
+            arguments.seed,
+            lambda: status.show(f"{next(done)} of {len(questions)} answered"),
+        )
+    error = cross_validate(measures, wrong)
+    weights, *knots = fit_wrong(measures, wrong).to_rows()
+    entry = {"weights": weights, "knots": knots, "task": task.name, "items": len(questions)}
+    entry["ece"] = float(f"{error:.3g}")
+    _write(output, replace(calibrated.calibration, wrong=entry))
+    print(f"{wrong.sum()} of {len(wrong)} answers by {sampler.name} are wrong")
+    print(f"calibration error of P(wrong) at a token, {FOLDS} folds of items: {error:.3f}")
+    print(f"{output}: written", file=sys.stderr)
+    return EXIT_OK
+
+
+def _load(arguments: Arguments) -> "tuple[LanguageModel, Path]":
+    """Returns the model and the file to write. UserError if that cannot be written."""
+    from entropix_jax.host.compile_cache import use_compilation_cache
+    from entropix_jax.model.loading import load
+
+    name = model_name(arguments.model)
+    use_compilation_cache()
+    with show_status("loading the model"):
+        model = load(name, arguments.dtype)
+    output = Path(arguments.output or model.calibration_file)
+    _check_output(output, arguments)
+    return model, output
+
+
+def _write(output: Path, calibration: Any) -> None:
+    with replacing(output) as scratch:
+        scratch.write_text(calibration.to_text(), encoding="utf-8", errors="backslashreplace")
 
 
 def _print_quantiles(calibration: Any) -> None:

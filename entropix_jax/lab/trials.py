@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, count, islice, repeat
 from typing import Any, Protocol, SupportsFloat
 
@@ -335,6 +335,27 @@ class TrialRun(EngineRun):
         )
 
 
+def extract_answer(question: Question, text: str) -> str | None:
+    """Returns the answer in a text. UserError if the task's code fails."""
+    where = _where(question.task, question.item)
+    with user_code(f"{where}: extract"):
+        answer = question.task.extract(question.item, text)
+    if not isinstance(answer, str | None):
+        raise UserError(f"{where}: extract returned {answer!r}, not text or None")
+    return answer
+
+
+def score_answer(question: Question, answer: str | None) -> float:
+    """Returns the score of an answer, possibly NaN. UserError if the task's code fails."""
+    where = _where(question.task, question.item)
+    with user_code(f"{where}: score"):
+        value = question.task.score(question.item, answer)
+        score = float(value) if isinstance(value, SupportsFloat) else math.inf
+    if math.isinf(score):
+        raise UserError(f"{where}: score returned {value!r}, not a finite number or NaN")
+    return score
+
+
 def make_result(
     trial: Trial, search: Search, seconds: float, asked: Search | None = None
 ) -> dict[str, Any]:
@@ -345,24 +366,12 @@ def make_result(
         UserError: the task's code fails, or returns an invalid answer, score or measure.
     """
     task, item = trial.question.task, trial.question.item
-    where = _where(task, item)
-
-    def extract(text: str) -> str | None:
-        with user_code(f"{where}: extract"):
-            answer = task.extract(item, text)
-        if not isinstance(answer, str | None):
-            raise UserError(f"{where}: extract returned {answer!r}, not text or None")
-        return answer
-
-    outcome = search.outcome(extract)
+    outcome = search.outcome(partial(extract_answer, trial.question))
     row, answer = outcome.row, outcome.answer
-    with user_code(f"{where}: score"):
-        value = task.score(item, answer)
-        score = float(value) if isinstance(value, SupportsFloat) else math.inf
-    if math.isinf(score):
-        raise UserError(f"{where}: score returned {value!r}, not a finite number or NaN")
+    score = score_answer(trial.question, answer)
     if math.isnan(score) and trial.phase == TUNING:
-        raise UserError(f"{where}: score returned {value!r}: samplers cannot be tuned by it")
+        where = _where(task, item)
+        raise UserError(f"{where}: score returned NaN: samplers cannot be tuned by it")
     measures = _measures(trial.question, row.text)
     return {
         "phase": trial.phase,

@@ -31,17 +31,16 @@ def fit_wrong(measures: Sequence[Floats], wrong: NDArray[np.bool_]) -> WrongTabl
         wrong: [n], whether each answer is wrong.
 
     Raises:
-        UserError: all answers are wrong, none is, or all have the same measures.
+        UserError: all answers are wrong, or none is.
     """
     means, target, mass = _tokens(measures, wrong)
     if len(np.unique(target)) < 2:
         outcome = "wrong" if target.any() else "right"
         raise UserError(f"all {len(measures)} answers are {outcome}: P(wrong) needs both outcomes")
     weights = _logistic(means, target, mass)
-    scores = means @ weights[:-1] + weights[-1]
-    knots = _isotonic(scores, target, mass)
-    if len(knots) < 2:
-        raise UserError("the measures do not tell answers apart: P(wrong) cannot be fitted")
+    knots = _isotonic(means @ weights[:-1] + weights[-1], target, mass)
+    if len(knots) == 1:  # a constant: the measures do not tell answers apart
+        knots = knots + np.array([[0.0, 0.0], [1.0, 0.0]])
     return WrongTable(weights, knots)
 
 

@@ -157,7 +157,9 @@ def copy_tiny(tmp_path: Path) -> Path:
         ("Guests:", ("--output", "mine.toml"), "--output mine.toml: the name of a calibration"),
         ("Guests:", ("--output", "no/mine.json"), "cannot be written: no folder no"),
         ("Guests:", ("--prompts", "x.json", "--output", "x.json"), "x.json: would"),
-        ("Guests:", ("--sampler", "entropix"), "unknown options: --sampler"),
+        ("Guests:", ("--sampler", "entropix"), "--sampler needs --task"),
+        ("Guests:", ("--task", "sums", "--prompts", "x.txt"), "--prompts cannot be used with"),
+        ("Guests:", ("--task", "sum"), "no task 'sum', did you mean 'sums'"),
     ],
 )
 def test_bad_input(
@@ -173,6 +175,47 @@ def test_bad_input(
     more = () if "--output" in arguments else ("--output", "mine.json")
     assert complaint in refusal(command(*arguments, *more))
     assert {path.name for path in tmp_path.iterdir()} == {"x.txt", "x.jsonl", "x.json"}
+
+
+TASK = """
+from entropix_jax.lab.tasks.task import Item, Task
+
+class Names(Task):
+    name, chat, max_new_tokens = "names", False, 6
+
+    def items(self, split, *, chat):
+        for i in range(12):
+            yield Item(f"{split}-{i}", f"Guests: {chr(65 + i)}", "")
+
+    def extract(self, item, text):
+        return text
+
+    def score(self, item, answer):
+        return float(int(item.id.partition("-")[2]) % 2)
+
+TASK = Names()
+"""
+
+
+def test_the_table_of_p_wrong(tmp_path: Path) -> None:
+    """It is added to the model's tables."""
+    path = tmp_path / "task.py"
+    path.write_text(TASK)
+    folder = copy_tiny(tmp_path)
+    task = ("--task", f"{path}:TASK")
+    assert "run entropix-jax calibrate --model" in refusal(command(*task, model=folder))
+    shutil.copy(WEIGHTS / "tiny" / "calibration.json", folder)
+    result = succeed(*task, model=folder)
+    assert result.out.startswith(
+        "6 of 12 answers by greedy are wrong\ncalibration error of P(wrong)"
+    )
+    own = folder / "calibration.json"
+    found, before = (
+        read_calibration(each).to_json() for each in (own, WEIGHTS / "tiny" / own.name)
+    )
+    entry = found.pop("wrong")
+    assert found == before
+    assert (entry["task"], entry["items"]) == ("names", 12)
 
 
 # Shipped files
