@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from entropix_jax.model.loading import LanguageModel
 
 _FORMS = {"asking": ("[", "]")}  # by model, of an inserted result
-_FORM = (" (Reference: ", ")")
+_FORM = (" (Reference: ", ") So the answer is")
 _MOST = 64  # tokens of a result, as in the arm `lookup`
 
 
@@ -49,7 +49,8 @@ class Arguments(RunOptions):
     before: Text = None
     """Text before an inserted result (default: "[" for the model asking, else " (Reference: ")."""
     after: Text = None
-    """Text after an inserted result (default: "]" for the model asking, else ")")."""
+    """Text after an inserted result (default: "]" for the model asking, else ") So the answer is").
+    It should lead on to the answer: models end their turn after a complete one."""
     items: Count = 100
     """Number of items per task and split; 0 for all."""
     trial: bool = False
