@@ -307,8 +307,8 @@ def summary(rows: "Sequence[Row]", speed: float, *more: str) -> str:
 
 
 def _count(rows: "Sequence[Row]") -> Counter[str]:
-    """Returns the number of forks, thoughts, lookups, questions and steps back. A thought of several
-    tokens is one."""
+    """Returns the number of forks, thoughts, lookups, questions and steps back. Several tokens of
+    one thought, lookup or question count once."""
     counts: Counter[str] = Counter()
     for row in rows:
         actions = [token.action for token in row.tokens]

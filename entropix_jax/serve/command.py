@@ -179,10 +179,10 @@ def _serve(
         finally:
             worker.close()
             programs.close()
-    if programs.counts[1]:  # the compiler cannot be interrupted
-        sys.stderr.flush()
-        os._exit(EXIT_OK)
-    return EXIT_OK
+    # The compiler cannot be interrupted, and Python would release the model object by object.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_OK)
 
 
 def _await_programs(programs: "Programs", stops: Callable[[], bool]) -> None:
