@@ -29,7 +29,6 @@ from entropix_jax.names import REGIMES
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.text.tokenizer import Tokenizer
 from tests.support.commands import Result, one_error, run_command, set_stdin
-from tests.support.samplers import LITERAL
 from tests.support.terminals import ESCAPE
 from tests.support.traces import read_trace
 from tests.support.waiting import PATIENCE
@@ -306,10 +305,11 @@ def test_a_person_chooses_between_branches(
     typing: Chat, tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    settings = {"branch.margin": 1000, "branch.min_p": 0, "branch.top_p": 1}
-    sampler = load_sampler(LITERAL).with_values(settings)
+    settings: dict[str, Any] = {f"arms.{regime}": "branch" for regime in REGIMES}
+    settings |= {"branch.margin": 1000, "branch.min_p": 0, "branch.top_p": 1}
+    sampler = load_sampler("min-p").with_values(settings)
     own = [f"sampler.{key}={value}" for key, value in settings.items()]
-    options = ("--sampler", LITERAL, "--set", *own, "--quiet")
+    options = ("--set", *own, "--quiet")
     second = expected(tiny, "Hello", sampler=sampler, ask=lambda row, texts: 1)
     monkeypatch.setattr(terminal, "is_terminal", lambda stream: True)
 
