@@ -35,9 +35,8 @@ from entropix_jax.engine.state import (
 from entropix_jax.model.mesh import local_index
 from entropix_jax.model.write import copy_runs
 from entropix_jax.sampler.context import where_rows
-from entropix_jax.sampler.mechanisms.clarify import ENDS_BRANCH
 from entropix_jax.sampler.regimes import HEHV, LEHV
-from entropix_jax.sampler.settings import MAX_WIDTH, Parts
+from entropix_jax.sampler.settings import ENDS_BRANCH, MAX_WIDTH, Parts
 from entropix_jax.sampler.state import Choice, Step, with_token
 
 _BLOCK = 32  # positions that are copied at once; larger blocks take long to compile

@@ -46,6 +46,8 @@ class Mechanism:
     may: Callable[[Context], jax.Array] | None = None
     # A confidence score to record with each token: float32.
     confidence: Callable[[Context], jax.Array] | None = None
+    # The probability that the answer is wrong, for conditions on `p_wrong`: float32, or NaN.
+    p_wrong: Callable[[Context], jax.Array] | None = None
     # The metrics that regimes, arms and branch scores see, from those in `Context.metrics`. A trace
     # records the measured ones.
     observe: Callable[[Context], Metrics] | None = None

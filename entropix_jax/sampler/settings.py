@@ -21,6 +21,7 @@ MAX_CONDITIONS = 16  # conditions of a regime
 MAX_PERIOD = 32  # longest period that the loop guard looks for
 MAX_WIDTH = 10  # W, branches of a fork
 MAX_DEPTH = 64  # tokens of a branch
+ENDS_BRANCH = 1  # flag of a token, see `mechanisms.clarify`
 MAX_LIKELIEST = 20  # tokens that a token confidence is over
 LOOP_WINDOW = 256  # tokens that the loop guard looks back
 

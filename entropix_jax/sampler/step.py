@@ -22,7 +22,6 @@ from entropix_jax.sampler.context import SAMPLE, Context, as_configured, draw, i
 from entropix_jax.sampler.control import END, FORK, REWIND, WAIT, act, reach, remember
 from entropix_jax.sampler.draw import draw_tokens, numbers_of_candidates
 from entropix_jax.sampler.filters import penalise, truncate
-from entropix_jax.sampler.mechanisms.wrong import WRONG, estimate
 from entropix_jax.sampler.metrics import apply_noise_floor, measure, measure_confidence, spread
 from entropix_jax.sampler.regimes import classify, count_rounds, heated, thresholds_of, update_drift
 from entropix_jax.sampler.settings import MAX_DRAWS, MAX_WIDTH, Parts, SamplerSettings
@@ -142,7 +141,8 @@ def _classify(ctx: Context) -> Context:
     for _, mechanism in ctx.parts.having("observe"):
         ctx = replace(ctx, metrics=mechanism.observe(ctx))
     entropies, varentropy = spread(tally.entropies, seen.metrics.entropy, ctx.generated + 1)
-    p_wrong = estimate(ctx) if WRONG.name in ctx.parts.used else jnp.float32(jnp.nan)
+    estimates = [mechanism.p_wrong(ctx) for _, mechanism in ctx.parts.having("p_wrong")]
+    p_wrong = jnp.float32(estimates[0] if estimates else jnp.nan)
     seen = replace(
         seen,
         sequence_varentropy=varentropy,

@@ -30,6 +30,7 @@ from entropix_jax.sampler.mechanisms.branch import PATTERNS, draw_candidates
 from entropix_jax.sampler.mechanisms.inject import holds_banned
 from entropix_jax.sampler.settings import (
     COUNT,
+    ENDS_BRANCH,
     MAX_DEPTH,
     MAX_WIDTH,
     TEMPERATURE,
@@ -40,7 +41,7 @@ from entropix_jax.sampler.settings import (
 from entropix_jax.sampler.state import Proposal
 
 MAX_PROMPT = 32  # tokens of the prompt for a question
-ENDS_BRANCH, ENDS_QUESTION = 1, 2  # flags of a token
+ENDS_QUESTION = 2  # flag of a token, next to `ENDS_BRANCH`
 _QUESTION = re.compile(r"[?\n]")
 
 

@@ -80,6 +80,7 @@ WRONG = Mechanism(
     "wrong",
     settings=WrongSettings,
     init=lambda: jnp.zeros(len(MEASURES), jnp.float32),
+    p_wrong=estimate,
     advance=update_means,
     active=has_table,
 )
