@@ -253,6 +253,18 @@ def adaptive(v: Settings, m: Metrics) -> Proposal:
     )
 
 
+def update_means(means: np.ndarray, m: Metrics, generated: int) -> np.ndarray:
+    """Returns the exponential means that P(wrong) follows from, over about 8 tokens."""
+    values = np.array([m[name] for name in ("entropy", "varentropy", "max_prob", "agreement")])
+    return np.asarray(means + max(2 / 9, 1 / (generated + 1)) * (values - means))
+
+
+def p_wrong(table: Sequence[Sequence[float]], means: np.ndarray) -> float:
+    """Returns P(wrong): linear between the knots of a table, [weights, knot, knot, ...]."""
+    weights, *knots = table
+    return float(np.interp(np.dot(weights, [*means, 1.0]), *np.transpose(knots)))
+
+
 def confidence(v: Settings, m: Metrics) -> float:
     """Returns the documents' confidence score."""
     entropy, varentropy = uncertainty(v, m)

@@ -30,7 +30,6 @@ from entropix_jax.replay.state import (
     Verdict,
 )
 from entropix_jax.replay.threefry import row_key
-from entropix_jax.sampler.wrong import MEASURES, update_means
 from entropix_jax.text.intents import intent_entropy
 
 MAX_ATTEMPTS, MAX_WIDTH = 8, 10
@@ -122,9 +121,8 @@ class Row(RowState):
         mean += deviation / (generated + 1)
         squares += deviation * (metrics["entropy"] - mean)
         metrics["sequence_varentropy"] = squares / (generated + 1)
-        measures = np.array([metrics[name] for name in MEASURES])
-        means = update_means(tally.means, measures, generated)
-        p_wrong = None if self.table is None else float(self.table.look_up(means))
+        means = formulas.update_means(tally.means, metrics, generated)
+        p_wrong = None if self.table is None else formulas.p_wrong(self.table, means)
         if line is not None:
             self.check(line, "metrics", p_wrong=p_wrong)
             p_wrong = line["p_wrong"]

@@ -9,7 +9,6 @@ import numpy as np
 from entropix_jax.names import THRESHOLDS
 from entropix_jax.replay.formulas import Place, Proposal, ends_in
 from entropix_jax.replay.threefry import row_key
-from entropix_jax.sampler.wrong import MEASURES, find_table
 
 MAX_REACH = 8  # positions that a row goes back at once
 STATES = """inject.cooldown inject.begun lookup.cooldown lookup.begun branch.begun branch.forwards
@@ -64,7 +63,7 @@ class Tally:
     queue: list[int] = field(default_factory=list)  # forced tokens that come next
     queue_action: str = "argmax"
     moments: tuple[float, float] = (0.0, 0.0)  # of the entropies: mean, summed squared deviation
-    means: np.ndarray = field(default_factory=lambda: np.zeros(len(MEASURES)))  # of P(wrong)
+    means: np.ndarray = field(default_factory=lambda: np.zeros(4))  # of P(wrong)
     drift: np.ndarray = field(default_factory=lambda: np.zeros(4, np.float32))
     states: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STATES, 0))
 
@@ -138,9 +137,9 @@ class RowState:
         self.prompt = header["prompt_tokens"]
         self.tolerance = tolerance(model.epsilon)
         self.quantiles = quantiles(header)
-        self.table = find_table(
-            self.v.get("wrong.table", "model"), header["calibration"].get("wrong")
-        )
+        own = header["calibration"].get("wrong")
+        given = self.v.get("wrong.table", "model")
+        self.table = given if given != "model" else own and [own["weights"], *own["knots"]]
         self.seed = header["seed"]
         self.key = row_key(self.seed, self.request["row_id"])
         self.tokens, self.live, self.entries = [*self.prompt], list[Entry](), list[Entry]()
