@@ -12,8 +12,8 @@ export const METRICS = [
     ["logprob", "log-probability", "nats", "of the token that was drawn"],
     ["token_confidence", "token confidence", "nats", "−mean of ln p of the most likely tokens: higher is surer"],
     ["max_prob", "p of the most likely", "", "probability of the most likely token"],
+    ["p_wrong", "P(wrong)", "0–1", "estimated probability that the answer is wrong"],
     ["self_certainty", "self-certainty", "nats", "divergence from the uniform distribution: higher is surer"],
-    ["p_wrong", "P(wrong)", "", "estimated probability that the answer is wrong"],
   ] },
   { title: "Attention at the last position", fields: [
     ["attn_entropy", "attention entropy", "bits", "mean over the heads: how widely they attend"],
