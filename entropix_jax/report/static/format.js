@@ -14,7 +14,6 @@ export const METRICS = [
     ["max_prob", "p of the most likely", "", "probability of the most likely token"],
     ["p_wrong", "P(wrong)", "0–1", "estimated probability that the answer is wrong"],
     ["self_certainty", "self-certainty", "nats", "divergence from the uniform distribution: higher is surer"],
-    ["p_wrong", "P(wrong)", "", "estimated probability that the answer is wrong"],
   ] },
   { title: "Attention at the last position", fields: [
     ["attn_entropy", "attention entropy", "bits", "mean over the heads: how widely they attend"],
