@@ -371,7 +371,7 @@ def make_result(
     score = score_answer(trial.question, answer)
     if math.isnan(score) and trial.phase == TUNING:
         where = _where(task, item)
-        raise UserError(f"{where}: score returned NaN: samplers cannot be tuned by it")
+        raise UserError(f"{where}: score returned nan: samplers cannot be tuned by it")
     measures = _measures(trial.question, row.text)
     return {
         "phase": trial.phase,
