@@ -23,6 +23,7 @@ from entropix_jax.engine.tokens import encode_prompt, prompt_messages
 from entropix_jax.engine.trace import header
 from entropix_jax.errors import UserError
 from entropix_jax.host.files import replacing
+from entropix_jax.host.lookup import Lookup
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.presets import load_sampler
@@ -48,6 +49,7 @@ class Defaults:
     stop: Sequence[str] = ()
     ignore_eos: bool = False
     escape_special: bool = False
+    lookup: Lookup | None = None
 
 
 class EngineRun:
@@ -193,6 +195,7 @@ class BatchRun(EngineRun, RecordRun):
             seed=own.seed if record.seed is None else record.seed,
             eos_ids=() if own.ignore_eos else model.end_ids(chat=chat),
             stop=own.stop,
+            lookup=own.lookup,
             tag=record,
             messages=prompt_messages(given, chat=chat, system=system),
             number=0,  # each is the only one of its trace

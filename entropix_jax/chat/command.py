@@ -9,9 +9,11 @@ from entropix_jax.cli.options import (
     Highlight,
     ModelOptions,
     OptionalCount,
+    Source,
     Text,
     Texts,
     choose_context,
+    open_source,
     read_messages,
 )
 from entropix_jax.cli.status import show_status
@@ -46,6 +48,8 @@ class Arguments:
     "content": ...}."""
     context: OptionalCount = None
     """Maximum tokens in the conversation (default: the model's positions, at most 4096)."""
+    lookup: Source = None
+    """Source of the arm lookup: FILE.csv, FILE.jsonl, a URL or exec:PATH; see generate."""
     highlight: Highlight = "regimes"
     """Colour each token by its regime, or only forks and steps back."""
     quiet: bool = False
@@ -69,6 +73,7 @@ def run(arguments: Arguments) -> int:
         from entropix_jax.text.chat_template import plain_messages
 
     sampler = arguments.model.choose_sampler()
+    lookup = open_source(arguments.lookup, sampler)
     messages: Any = []
     if arguments.messages is not None:
         raw = read_messages(arguments.messages)
@@ -88,6 +93,7 @@ def run(arguments: Arguments) -> int:
         eos_ids=model.end_ids(chat=True),
         stop=arguments.stop,
         clarify=True,
+        lookup=lookup,
     )
     context = choose_context(arguments.context, model.config, _MAX_CONTEXT)
     shown = arguments.quiet, arguments.highlight == "actions", arguments.ask

@@ -49,6 +49,8 @@ class Arguments:
     """File of results."""
     model: options.ModelOptions = field(default_factory=options.ModelOptions)
     text: options.TextOptions = field(default_factory=options.TextOptions)
+    lookup: options.Source = None
+    """Source of the arm lookup, see generate. With --ray every node opens its own file."""
     slots: options.Count = 32
     """Number of rows that run in parallel."""
     context: options.OptionalCount = None
@@ -122,6 +124,7 @@ def _prepare(arguments: Arguments) -> "tuple[BatchRun, Description]":
 
     # Whether everything fits, before anything large is loaded.
     sampler = arguments.model.choose_sampler()
+    lookup = options.open_source(arguments.lookup, sampler)
     name = options.model_name(arguments.model.model)
     check_backend()
     mesh = parse_mesh(arguments.mesh, jax.local_devices())
@@ -130,7 +133,7 @@ def _prepare(arguments: Arguments) -> "tuple[BatchRun, Description]":
 
     # The model, its calibrated sampler, and the run.
     model = arguments.model.load(name, mesh if mesh.size > 1 else None)
-    defaults = Defaults(sampler, **arguments.text.values())
+    defaults = Defaults(sampler, **arguments.text.values(), lookup=lookup)
     run = BatchRun(
         model,
         defaults,
@@ -144,8 +147,9 @@ def _prepare(arguments: Arguments) -> "tuple[BatchRun, Description]":
         "model": name,
         "model_fingerprint": model.fingerprint,
         "precision": model.precision.to_json(),
-        **vars(defaults),
+        **{name: value for name, value in vars(defaults).items() if name != "lookup"},
         "sampler": dict(run.sampler.values),
+        **({} if lookup is None else {"lookup": lookup.identity}),
         "context": context,
         "input": arguments.input,
         "version": __version__,

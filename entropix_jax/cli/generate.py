@@ -53,6 +53,9 @@ class Arguments:
     """On a terminal, colour each token by its regime, or only forks and steps back."""
     format: Literal["text", "json"] = "text"
     """text: print the text as it is generated. json: print one object per sample at the end."""
+    lookup: options.Source = None
+    """Text to insert where the arm lookup serves a token: a table of keys and values, FILE.csv or
+    FILE.jsonl, a URL, or exec: and the path of an executable."""
     ask: bool = False
     """On a terminal, ask which branch to take if the two best scores are within the margin."""
     verbose: bool = False
@@ -79,6 +82,7 @@ def run(arguments: Arguments) -> int:
 
     # A mistake in these should not wait for the model.
     sampler = arguments.model.choose_sampler()
+    lookup = options.open_source(arguments.lookup, sampler)
     prompt = _read_prompt(arguments)
     top, layers = arguments.trace_top, arguments.trace_layers
     if arguments.trace is not None:
@@ -102,6 +106,7 @@ def run(arguments: Arguments) -> int:
         **arguments.text.values(),
         samples=arguments.samples,
         recording=Recording(top=top, layers=layers),
+        lookup=lookup,
         ask=asker(status) if arguments.ask and can_ask() else None,
     )
     if arguments.method is not None:

@@ -26,7 +26,9 @@ from entropix_jax.host.cluster import ANY
 from entropix_jax.host.files import decode_json, decode_text, read_text
 from entropix_jax.host.heap import GC_THRESHOLD
 from entropix_jax.host.interrupts import EXIT_INTERRUPT
+from entropix_jax.host.lookup import Lookup, open_lookup
 from entropix_jax.model import find
+from entropix_jax.names import SERVED
 from entropix_jax.sampler.files import check_names
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ _OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 Text = Annotated[str | None, "TEXT"]
 File = Annotated[str | None, "FILE"]
 Folder = Annotated[str | None, "DIR"]
+Source = Annotated[str | None, "SOURCE"]
 Model = Annotated[str | None, "MODEL"]
 Module = Annotated[str | None, "MODULE"]
 RayAddress = Annotated[str | None, {"metavar": "HOST:PORT", "nargs": "?", "const": ANY}]
@@ -202,6 +205,16 @@ class TextOptions:
         is_plain = values.pop("no_chat")
         chat = True if self.chat else False if is_plain else None
         return {**values, "chat": chat, "stop": [*self.stop]}
+
+
+def open_source(source: str | None, sampler: "Sampler") -> Lookup | None:
+    """Opens the source of --lookup. Notes a sampler that does not use it, or that lacks it."""
+    looks_up = "lookup" in {sampler.written[f"arms.{name}"] for name in SERVED}
+    if looks_up and source is None:
+        print("note: the sampler's arm lookup only samples without --lookup", file=sys.stderr)
+    if source is not None and not looks_up:
+        print("note: --lookup: not used: no regime has the arm lookup", file=sys.stderr)
+    return None if source is None else open_lookup(source)
 
 
 def check_cluster(ray: str | None, cpus_per_actor: int | None) -> None:

@@ -51,6 +51,7 @@ _DOES = {
     "sample": "one draw",
     "explore": "warmer draw",
     "inject": "warmer draw",
+    "lookup": "look something up",
     "resample": "hot draw",
     "branch": "fork, keep the best",
     "clarify": "question to you",
@@ -305,12 +306,14 @@ def summary(rows: "Sequence[Row]", speed: float, *more: str) -> str:
 
 
 def _count(rows: "Sequence[Row]") -> Counter[str]:
-    """Returns the number of forks, thoughts and steps back. A thought of several tokens is one."""
+    """Returns the number of forks, thoughts, lookups and steps back. A thought of several tokens is
+    one."""
     counts: Counter[str] = Counter()
     for row in rows:
         actions = [token.action for token in row.tokens]
         counts["fork"] += sum(len(token.branches or ()) > 1 for token in row.tokens)
         counts["thought"] += sum(a == "inject" != before for before, a in pairwise(["", *actions]))
+        counts["lookup"] += row.lookups
         counts["step back"] += actions.count("backspace")
     return +counts
 

@@ -70,6 +70,7 @@ class Row:
     moves: list[Move] = field(default_factory=list, compare=False)
     forks: int = 0
     rewinds: int = 0
+    lookups: int = 0  # calls of `Request.lookup`
     kept: KeptCache | None = field(default=None, compare=False)
     parent: KeptCache | None = field(default=None, compare=False)
     started: float | None = field(default=None, compare=False)  # by `time.perf_counter`
@@ -134,6 +135,7 @@ class Row:
             "actions": {action: actions[action] for action in names if actions[action]},
             **({"intents": intents} if intents else {}),
             "retracted": self.retracted,
+            **({"lookups": self.lookups} if self.lookups else {}),
             "forwards": self.tokens[-1].forwards if self.tokens else 0,
             **self._confidence(),
         }

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
-from itertools import takewhile
+from itertools import groupby, takewhile
 from math import isfinite
 from typing import Any
 
@@ -234,7 +234,8 @@ class RunningRow:
             yield from self._commit()
             if self.running and not stopping():
                 assert self.request.lookup is not None
-                found = call(self.request.lookup, self._tokenizer.decode(self.ids))
+                self.row.lookups += 1
+                found = call(self.request.lookup, self._plain_text())
                 deadline = time.monotonic() + LOOKUP_SECONDS
                 self.wait(Pending(found, self._take_result, deadline))
         elif outcome.candidates:
@@ -307,6 +308,12 @@ class RunningRow:
         if self.pending is not None and self.pending.is_over:
             pending, self.pending = self.pending, None
             pending.take(pending.future)
+
+    def _plain_text(self) -> str:
+        """Returns the prompt and the committed tokens as text, with line breaks for runs of control
+        tokens: without them the words of two turns would be one."""
+        parts = groupby(self.ids, self._tokenizer.special_ids.__contains__)
+        return "\n".join(self._tokenizer.decode(ids) for special, ids in parts if not special)
 
     def _take_result(self, future: Future[str | None]) -> None:
         """Takes the result of a lookup."""

@@ -23,7 +23,8 @@ from entropix_jax.model.loading import LanguageModel
 
 MAX_FORKS = 32  # continuations of a prompt
 
-_FORCED = ("inject", "think_end", "budget_forcing")  # actions of tokens that no model chose
+# Actions of tokens that no model chose.
+_FORCED = ("inject", "lookup", "think_end", "budget_forcing")
 
 Extract = Callable[[str], str | None]  # the answer in a text
 

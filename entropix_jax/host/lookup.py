@@ -37,9 +37,9 @@ class Lookup:
     of a file."""
 
     identity: str
-    find: Callable[[str], str | Future[str] | None]
+    find: Callable[[str], str | Future[str | None] | None]
 
-    def __call__(self, text: str) -> str | Future[str] | None:
+    def __call__(self, text: str) -> str | Future[str | None] | None:
         return self.find(text)
 
 
@@ -130,9 +130,9 @@ def _read_jsonl(path: Path, text: str) -> Iterator[tuple[int, Any, Any]]:
             yield number, record.get("key"), record.get("value")
 
 
-def _in_thread(find: Callable[[], str]) -> Future[str]:
+def _in_thread(find: Callable[[], str]) -> Future[str | None]:
     """Runs a lookup in a thread that does not keep the process alive."""
-    future: Future[str] = Future()
+    future: Future[str | None] = Future()
 
     def run() -> None:
         try:

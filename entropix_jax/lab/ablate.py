@@ -46,6 +46,7 @@ def run(arguments: Arguments) -> int:
     def plan(calibrate: Calibrate) -> Sweep:
         own = import_mechanisms(arguments.plugin)
         sweep = read_sweep(path, calibrate, own, data)
+        sweep = replace(sweep, lookup=arguments.lookup or sweep.lookup)
         most = arguments.items
         return sweep if most is None else replace(sweep, items=sweep.items.at_most(most))
 

@@ -20,6 +20,7 @@ from entropix_jax.cli.options import (
     Module,
     OptionalCount,
     RayAddress,
+    Source,
     Texts,
     check_cluster,
     model_name,
@@ -73,6 +74,8 @@ class StudyOptions(RunOptions):
 
     plugin: Module = None
     """Python module whose MECHANISMS the samplers may use. It is imported, so its code runs."""
+    lookup: Source = None
+    """Source of the arm lookup: FILE.csv, FILE.jsonl, a URL or exec:PATH; see generate."""
     ray: RayAddress = None
     """Run on all nodes of the Ray cluster with this head; see batch."""
     cpus_per_actor: OptionalCount = None

@@ -59,6 +59,8 @@ def run(arguments: Arguments) -> int:
     }
     if arguments.max_new_tokens is not None:
         content["max_new_tokens"] = arguments.max_new_tokens
+    if arguments.lookup is not None:
+        content["lookup"] = arguments.lookup
     if arguments.tune:
         plan_of_tuning = {"settings": arguments.tune, "items": arguments.tune_items}
         content["tuning"] = {"samplers": samplers, **plan_of_tuning}

@@ -113,6 +113,7 @@ def describe(sweep: Sweep, tasks: Sequence[Task], settings: int, rows: int) -> d
         **({"items skipped": sweep.skip.to_json()} if sweep.skip != NONE else {}),
         "seeds": list(sweep.seeds),
         **({"seeds of a task": sweep.most_seeds.to_json()} if sweep.most_seeds != NONE else {}),
+        **({"lookup": Path(sweep.lookup).name} if sweep.lookup else {}),
         "settings": settings,
         "rows": rows,
     }

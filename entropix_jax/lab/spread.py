@@ -67,7 +67,7 @@ class PhaseCopy:
         sweep = self.plan(lambda sampler: calibrate_sampler(sampler, model).sampler)
         phase = read_phase(model, sweep, find_tasks(sweep), self.phase)
         settings = choose_settings(sweep, self.settings)
-        run = TrialRun(model, settings, slots=self.slots, capacity=self.capacity)
+        run = TrialRun(model, settings, self.slots, self.capacity, sweep.lookup)
         # A trial takes as many slots as it has forks, on average.
         slots = max(self.slots * len(settings) // sum(one.forks for one in settings), 1)
         return HostedTrials(run, [*phase.trials(settings)], slots), identify(model)

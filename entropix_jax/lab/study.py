@@ -24,7 +24,6 @@ from entropix_jax.batch.output import Store
 from entropix_jax.batch.records import Record, content_hash
 from entropix_jax.batch.spread import SpreadRun
 from entropix_jax.cli.status import ProgressView, show_status
-from entropix_jax.engine.calibrated import CalibratedSampler
 from entropix_jax.errors import UserError
 from entropix_jax.host.cluster import Cluster
 from entropix_jax.lab.outputs import describe, find_best, find_tasks, write_json, write_output
@@ -167,11 +166,10 @@ class Study:
         """Runs the rows of a phase without a result; None if the run was stopped."""
         settings = choose_settings(self._sweep, named)
         number = phase.rows * len(settings)
-        self._run = run = TrialRun(
-            self._model, settings, slots=self._slots, capacity=self._capacity
-        )
+        lookup = self._sweep.lookup
+        self._run = run = TrialRun(self._model, settings, self._slots, self._capacity, lookup)
         path = self._folder / f"{phase.name}.jsonl"
-        with Store(str(path), self._identity(phase, about, settings, run.samplers)) as store:
+        with Store(str(path), self._identity(phase, about, settings, run)) as store:
             # Check every trial, as a stored result may belong to a question that has changed.
             done = [store.is_done(trial.record) for trial in phase.trials(settings)]
             if not all(done) and not self._stopping:
@@ -214,9 +212,9 @@ class Study:
         phase: Phase,
         about: Mapping[str, Any],
         settings: Sequence[Setting],
-        samplers: Mapping[str, CalibratedSampler],
+        run: TrialRun,
     ) -> dict[str, Any]:
-        model = self._model
+        model, samplers = self._model, run.samplers
         tasks = {question.task.name: question.task for question in phase.questions}
         return {
             "model_fingerprint": model.fingerprint,
@@ -227,6 +225,7 @@ class Study:
             "seeds": list(phase.seeds),
             "max_new_tokens": self._sweep.max_new_tokens.to_json(),
             "settings": {s.name: {**samplers[s.name].values, **_search(s)} for s in settings},
+            **({} if run.lookup is None else {"lookup": run.lookup.identity}),
             "version": __version__,
             "judges": {name: dict(task.identity()) for name, task in tasks.items()},
             **({"task_code": self._codes} if self._codes else {}),

@@ -38,6 +38,7 @@ _MAX_MARGIN = 1000
 _KEYS = (
     *("description", "tasks", "items", "skip", "seeds", "most_seeds", "split", "max_new_tokens"),
     *("base", "baseline", "baselines", "set", "samplers", "settings", "grid", "tuning", "compare"),
+    "lookup",
 )
 _COMPARISON_KEYS = ("by", "curve", "settings", "pairs", "margin", "tasks")
 COSTS = ("self_bleu", "forwards")  # measures that a comparison holds equal
@@ -136,6 +137,7 @@ class Sweep:
     split: Split = "test"
     baselines: tuple[str, ...] = ()  # further ones
     comparisons: tuple[Comparison, ...] = ()
+    lookup: str | None = None  # the source, see `host.lookup`
 
 
 def read_sweep(
@@ -355,6 +357,7 @@ class _Reader:
         names = list_names(settings, tuning)
         baseline = table.text("baseline") or names[0]
         baselines = table.values_of("baselines", str)
+        lookup = table.text("lookup")
         _check_names("baseline", [baseline], names)
         _check_names("baselines", baselines, names)
         return Sweep(
@@ -371,6 +374,7 @@ class _Reader:
             baseline=baseline,
             baselines=tuple(name for name in baselines if name != baseline),
             comparisons=tuple(self._comparisons(names)),
+            lookup=lookup and self._source(lookup),
         )
 
     def _comparisons(self, names: Sequence[str]) -> Iterator[Comparison]:
@@ -466,6 +470,11 @@ class _Reader:
     def _place(self, name: str) -> str:
         """The name of a preset, or the path of a sampler file."""
         return self._file(name) if name.endswith(".toml") else name
+
+    def _source(self, name: str) -> str:
+        """A source of lookups, with a path relative to the sweep's folder."""
+        kind, path = ("exec:", name[5:]) if name.startswith("exec:") else ("", name)
+        return kind + self._file(path)
 
     def _file(self, name: str) -> str:
         """A path relative to the sweep's folder, or a URL."""

@@ -22,6 +22,7 @@ from entropix_jax.engine.search import Search, recording_for
 from entropix_jax.engine.state import Recording
 from entropix_jax.engine.tokens import encode_prompt
 from entropix_jax.errors import Note, UserError
+from entropix_jax.host.lookup import open_lookup
 from entropix_jax.lab.measures import measure_row
 from entropix_jax.lab.sweep import NONE, ByTask, Setting, Sweep, within
 from entropix_jax.lab.tasks.task import Item, Split, Task
@@ -222,13 +223,19 @@ class TrialRun(EngineRun):
     """Runs trials of any settings in one batch, and stores their results."""
 
     def __init__(
-        self, model: LanguageModel, settings: Sequence[Setting], slots: int, capacity: int
+        self,
+        model: LanguageModel,
+        settings: Sequence[Setting],
+        slots: int,
+        capacity: int,
+        lookup: str | None = None,
     ):
-        """Calibrates the samplers.
+        """Calibrates the samplers, and opens the source of lookups.
 
         Raises:
-            UserError: a sampler does not fit the model.
+            UserError: a sampler does not fit the model, or the source is invalid.
         """
+        self.lookup = None if lookup is None else open_lookup(lookup)
         own = {}
         for setting in settings:
             with within(f"setting '{setting.name}'"):
@@ -284,6 +291,7 @@ class TrialRun(EngineRun):
             seed=trial.seed,
             eos_ids=question.ends,
             stop=question.task.stop,
+            lookup=self.lookup,
             tag=trial,
         )
 

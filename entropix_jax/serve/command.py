@@ -15,12 +15,14 @@ from entropix_jax.cli.options import (
     File,
     ModelOptions,
     OptionalCount,
+    Source,
     Texts,
     model_name,
 )
 from entropix_jax.cli.status import show_status
 from entropix_jax.errors import UserError, check_range, nearest, require
 from entropix_jax.host.interrupts import deferred_interrupts, exit_at_once
+from entropix_jax.host.lookup import Lookup, open_lookup
 
 if TYPE_CHECKING:
     from entropix_jax.engine.programs import Programs
@@ -52,6 +54,8 @@ class Arguments:
     """Number of rows that run in parallel."""
     context: OptionalCount = None
     """Maximum tokens of a row, prompt included (default: the model's positions, at most 2048)."""
+    lookup: Source = None
+    """Source of the arm lookup: FILE.csv, FILE.jsonl, a URL or exec:PATH; see generate."""
     queue: Count = 64
     """Maximum number of rows that wait for a slot. Further ones get status 429."""
     time_limit: Annotated[float, "SECONDS"] = 600.0
@@ -100,6 +104,7 @@ def run(arguments: Arguments) -> int:
     for name in arguments.presets:
         if not is_preset(name):
             raise UserError(f"--presets: no preset '{name}'{nearest(name, preset_names())}")
+    lookup = None if arguments.lookup is None else open_lookup(arguments.lookup)
     with show_status("loading JAX"):
         sampler = arguments.model.choose_sampler()
     place = (arguments.host, arguments.port)
@@ -110,7 +115,7 @@ def run(arguments: Arguments) -> int:
         where = f"--host {arguments.host} --port {arguments.port}"
         raise UserError(f"{where}: {error.strerror or error}") from None
     with listener:
-        return _serve(arguments, access, _load(arguments, sampler), listener)
+        return _serve(arguments, access, _load(arguments, sampler, lookup), listener)
 
 
 def _serve(
@@ -192,7 +197,7 @@ def _await_programs(programs: "Programs", stops: Callable[[], bool]) -> None:
             programs.wait(key, _STATUS_SECONDS)
 
 
-def _load(arguments: Arguments, sampler: "Sampler") -> "ServedModel":
+def _load(arguments: Arguments, sampler: "Sampler", lookup: Lookup | None) -> "ServedModel":
     """Loads the model after a check of memory, and resolves the sampler for it."""
     from entropix_jax.engine.calibrated import calibrate_sampler
     from entropix_jax.engine.loop import shared_lanes
@@ -212,4 +217,5 @@ def _load(arguments: Arguments, sampler: "Sampler") -> "ServedModel":
         note = f"your mechanisms are compiled with the presets' programs: {names}"
         print(f"note: {note}", file=sys.stderr)
     presets, top = arguments.presets or None, arguments.top_logprobs
-    return ServedModel(arguments.name or name, model, sampler, context, top, presets)
+    name = arguments.name or name
+    return ServedModel(name, model, sampler, context, top, presets, lookup)

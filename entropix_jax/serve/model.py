@@ -10,6 +10,7 @@ from entropix_jax.engine.calibrated import CalibratedSampler, calibrate_sampler
 from entropix_jax.engine.listed import ProgramList
 from entropix_jax.engine.tokens import describe_token, find_no_token
 from entropix_jax.errors import UserError, nearest
+from entropix_jax.host.lookup import Lookup
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.files import is_preset, preset_names
 from entropix_jax.sampler.mechanisms import ACTING, MECHANISMS
@@ -36,6 +37,7 @@ class ServedModel:
         context: cache positions of a row.
         top: maximum number of alternatives per token.
         presets: whose mechanisms are compiled, None for all mechanisms.
+        lookup: of all rows.
     """
 
     name: str
@@ -44,6 +46,7 @@ class ServedModel:
     context: int
     top: int
     presets: Sequence[str] | None = None
+    lookup: Lookup | None = None
 
     def list_programs(self) -> ProgramList:
         """Returns the list of the server's programs: first the mechanisms of its sampler and of the

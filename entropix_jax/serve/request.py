@@ -229,6 +229,7 @@ def _new_rows(
         seed=secrets.randbits(31) if body.seed is None else body.seed,
         eos_ids=() if body.ignore_eos else served.model.end_ids(chat=chat),
         stop=body.stop,
+        lookup=served.lookup,
         messages=messages,
         clarify=chat and body.entropix.method is None,
     )

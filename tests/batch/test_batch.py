@@ -165,6 +165,24 @@ def test_each_record_equals_a_single_row(place: Place, model: LanguageModel) -> 
         assert footer["rows"][0]["text"] == one["text"]
 
 
+def test_lookups_of_a_batch(place: Place) -> None:
+    """A run with another table does not continue the output."""
+    place.write([{"id": "a", "prompt": "Rita in Berlin"}, {"id": "b", "prompt": "Adam"}])
+    table = place.path / "facts.csv"
+    table.write_text("key,value\nBerlin,Rita sang.\n")
+    settings = "--set", "sampler.thresholds.h2=1.0", "sampler.thresholds.h1=0.5"
+    own = "--sampler", "lookup", "--lookup", table, "--max-new-tokens", 40
+    result = place.run(*own, *settings)
+    assert (result.status, result.out) == (EXIT_OK, "")
+    found = place.read()
+    assert "[Rita sang.]" in found["a"]["text"]
+    assert found["a"]["lookups"] == found["b"]["lookups"] == 2
+    assert "lookup" not in found["b"]["actions"]
+    table.write_text("key,value\nBerlin,Adam sang.\n")
+    assert "lookup" in refusal(place.run(*own, *settings))
+    assert "facts.csv: no such file" in refusal(place.run("--lookup", "facts.csv"))
+
+
 def test_names_of_files() -> None:
     ids = ["a", "A b", "a/b", "a%2Fb", "..", ".", ".a", "x" * 400, "x" * 401, "é", "\0", "a\nb"]
     names = [file_name(name) for name in ids]

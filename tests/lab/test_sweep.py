@@ -201,6 +201,14 @@ def test_files_are_named_from_the_sweeps_folder(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["", "exec:"])
+def test_a_source_of_lookups(tmp_path: Path, kind: str) -> None:
+    source = f"{kind}facts.csv"
+    assert read(tmp_path, f"lookup = '{source}'").lookup == f"{kind}{tmp_path}/facts.csv"
+    assert read(tmp_path, "lookup = 'http://h/x'").lookup == "http://h/x"
+    assert read(tmp_path, "").lookup is None
+
+
 def test_counts_by_task(tmp_path: Path) -> None:
     """Uses the task's own count, else the default. `at_most` limits both."""
     sweep = read(tmp_path, "items = { sums = 7, facts = 0 }\n[max_new_tokens]\nsums = 9\n")

@@ -345,7 +345,7 @@ def test_percentiles_that_cross(changes: dict[str, Any], words: str) -> None:
 def test_follows_tables() -> None:
     """Only these samplers need a note if the model has no tables. Samplers with one arm do not."""
     follows = {name for name in preset_names() if load_sampler(name).follows_tables}
-    assert follows == {"clarify", "entropix", "document-002", "document-004"}
+    assert follows == {"clarify", "entropix", "document-002", "document-004", "lookup"}
     numbers = {"thresholds.h1": 1, "thresholds.h2": 2, "thresholds.u1": 1, "thresholds.u2": 2}
     assert not ENTROPIX.with_values(numbers).follows_tables
     assert load_sampler("band").with_values({"thresholds.h2": "80%"}).follows_tables

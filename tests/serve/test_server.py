@@ -231,6 +231,17 @@ def test_retracted_tokens(client: openai.OpenAI, tiny: LanguageModel) -> None:
         assert ids(told) == [token.token_id for token, _ in row.log]
 
 
+def test_lookups_have_the_source_of_the_server(client: openai.OpenAI) -> None:
+    """A request chooses the arm, but no source."""
+    own = {"extends": "lookup", "thresholds.h1": 0.5, "thresholds.h2": 0.8}
+    asked = {"entropix": {"sampler": own, "tokens": True, "lookup": "exec:/bin/false"}}
+    answer = complete(client, max_tokens=40, extra_body=asked)
+    (choice,) = answer.choices
+    forced = [token["text"] for token in choice.entropix["tokens"] if token["action"] == "lookup"]
+    assert "".join(forced) == " [Rita sang.]"
+    assert "entropix.lookup" in answer.warnings[0]
+
+
 # Searches
 
 # With these thresholds, some tokens of the small model are in each regime.

@@ -18,6 +18,7 @@ from entropix_jax.engine.loop import Engine
 from entropix_jax.engine.request import Request
 from entropix_jax.engine.results import Event, Row
 from entropix_jax.engine.state import Recording
+from entropix_jax.host.lookup import Lookup
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.serve.app import make_app
@@ -40,7 +41,8 @@ class Running:
 
 
 def serve(model: LanguageModel, top: int = TOP) -> ServedModel:
-    return ServedModel("tiny", model, load_sampler(LITERAL), CONTEXT, top)
+    lookup = Lookup("a test", lambda text: "Rita sang.")
+    return ServedModel("tiny", model, load_sampler(LITERAL), CONTEXT, top, lookup=lookup)
 
 
 def make_engine(model: LanguageModel) -> Engine:
