@@ -59,7 +59,6 @@ const ACTIONS = {
   phrases: "retracted a banned phrase and sampled again",
   budget_forcing: "extended or ended the thinking section",
   lookup: "looked something up and inserted the result",
-  clarify: "asked the user a question",
 };
 
 const HABITS = {
@@ -68,7 +67,6 @@ const HABITS = {
   explore: "draws at a higher temperature",
   inject: "draws at a higher temperature",
   branch: "continues several candidates and keeps the best",
-  clarify: "may ask the user a question",
   backspace: "may take the last token back",
   resample: "draws at a high temperature",
   adaptive: "draws several candidates and keeps the most likely one",

@@ -103,9 +103,8 @@ export class Reading {
     const branched = token.action === "branch" && (token.branches ? token.branches.length > 1 : this.forked);
     this.forked = branched;
     this.asks ||= token.action === "clarify";
-    const starts = (action) => [[action, token.action === action], [`${action}-start`, token.action === action && before?.action !== action]];
-    const asked = Object.fromEntries(["lookup", "clarify"].flatMap(starts));
-    const classes = { injected: thought(token), "inject-start": thought(token) && !thought(before), branched, "branch-start": branched && token.branches?.length > 1, ...asked, question: this.asks, loop: token.loop, retracted: token.type === "retracted", empty: !token.text, chosen: token.chosen };
+    const lookup = token.action === "lookup";
+    const classes = { injected: thought(token), "inject-start": thought(token) && !thought(before), branched, "branch-start": branched && token.branches?.length > 1, lookup, "lookup-start": lookup && before?.action !== "lookup", question: this.asks, loop: token.loop, retracted: token.type === "retracted", empty: !token.text, chosen: token.chosen };
     const span = element("span", {
       id: `${this.box.id}-${token.index}`, role: "option", "aria-selected": "false", "data-index": token.index, "data-regime": this.regimeOf(token),
       class: ["token", ...Object.keys(classes).filter((name) => classes[name])].join(" "), "aria-label": token.type === "retracted" ? `retracted: ${token.text}` : null,
