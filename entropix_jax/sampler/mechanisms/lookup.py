@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from entropix_jax.sampler.context import Context, draw
+from entropix_jax.sampler.context import Context, draw, where
 from entropix_jax.sampler.control import Verdict, wait, when
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.settings import COUNT, number, texts
@@ -48,8 +48,8 @@ def may_look_up(ctx: Context) -> jax.Array:
 
 
 def propose(ctx: Context) -> Proposal:
-    """Proposes a lookup. The row samples where it may not look up, or finds nothing."""
-    return draw("lookup", ctx)
+    """Proposes a lookup, or one draw. Both have the base values."""
+    return where(ctx.may["lookup"], draw("lookup", ctx), draw("sample", ctx))
 
 
 def control(ctx: Context, token: jax.Array) -> Verdict:
