@@ -39,7 +39,7 @@ def layout_of(mesh: str | None, lanes: int = 2) -> Layout:
 
 def random_state(mesh: str | None) -> DecodeState:
     """Returns a state whose leaves are random, except for a valid fork: the first lane of each
-    shard has a branch of the shard's first row."""
+    shard has a branch of the shard's first row. All rows draw a position again."""
     rng, layout = np.random.default_rng(0), layout_of(mesh)
 
     def random(x: jax.Array) -> jax.Array:
@@ -58,7 +58,8 @@ def random_state(mesh: str | None) -> DecodeState:
         parent=jnp.asarray(np.where(forked, number - in_shard, number)),
         branch=jnp.asarray(np.where(forked, in_shard > 0, -1).astype(np.int32)),
     )
-    state = replace(state, fork=fork)
+    trail = replace(state.sampler.trail, again=jnp.ones_like(state.sampler.trail.again))
+    state = replace(state, fork=fork, sampler=replace(state.sampler, trail=trail))
     return state if mesh is None else jax.device_put(state, row_shardings(mesh_of_two(mesh), state))
 
 
