@@ -69,8 +69,8 @@ class ModelOptions:
     """The model and its sampler."""
 
     model: Model = None
-    """smollm2, tiny, a folder in the Hugging Face layout, a GGUF file, or a hub id owner/name
-    (default: smollm2 if its package is installed, else tiny)."""
+    """smollm2, tiny, asking, a folder in the Hugging Face layout, a GGUF file, or a hub id
+    owner/name (default: smollm2 if its package is installed, else tiny)."""
     sampler: Annotated[str, "PRESET_OR_FILE"] = "entropix"
     """A preset (entropix, greedy, temperature, top-p, min-p, ...; an unknown name lists them all),
     or a sampler file that ends in .toml."""

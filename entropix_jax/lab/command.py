@@ -46,8 +46,8 @@ class RunOptions:
     nq_open_dev.jsonl, ifeval.jsonl, prompts.csv (default: the environment variable
     ENTROPIX_DATA)."""
     model: Model = None
-    """smollm2, tiny, a folder in the Hugging Face layout, a GGUF file, or a hub id owner/name
-    (default: smollm2 if its package is installed, else tiny)."""
+    """smollm2, tiny, asking, a folder in the Hugging Face layout, a GGUF file, or a hub id
+    owner/name (default: smollm2 if its package is installed, else tiny)."""
     slots: Count = 64
     """Number of rows that run in parallel."""
     dtype: Dtype = None

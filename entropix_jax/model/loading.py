@@ -21,7 +21,7 @@ from entropix_jax.model.checkpoint import (
     read_params,
 )
 from entropix_jax.model.config import ModelConfig
-from entropix_jax.model.find import SMOLLM2, TINY, find_model, find_smollm2
+from entropix_jax.model.find import SMOLLM2, find_model, find_smollm2
 from entropix_jax.model.gguf import open_gguf
 from entropix_jax.model.hub import snapshot
 from entropix_jax.model.mesh import param_shardings, weights_bytes
@@ -98,7 +98,8 @@ class LanguageModel:
         those of common Instruct and base models, else None."""
         if not self.turn_end_ids:
             return f"{self.folder}: no end token is named: rows end at their budget or at --stop"
-        if self.tokenizer.chat_template is None or self.folder == resource_folder("weights") / TINY:
+        packaged = self.folder.parent == resource_folder("weights")
+        if self.tokenizer.chat_template is None or packaged:
             return None
         end, why = self.turn_end_id, "its chat template ends turns with"
         name = None if end is None else self.tokenizer.token_string(end)
@@ -130,8 +131,8 @@ def load(
     """Loads a model.
 
     Args:
-        model: "smollm2", "tiny", a folder in the Hugging Face layout, a GGUF file, or a hub id
-            `owner/name`; None is `default_model`.
+        model: "smollm2", "tiny", "asking", a folder in the Hugging Face layout, a GGUF file, or a
+            hub id `owner/name`; None is `default_model`.
         dtype: "float32", "bfloat16" or "int8" (see `linear.Quantized`), the type of the weights in
             memory; None is the checkpoint's own (float32 for float16, bfloat16 for a GGUF file).
         mesh: the devices over which the weights are split; None is the default device only.

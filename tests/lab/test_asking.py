@@ -1,4 +1,4 @@
-"""The asking world: its texts and its tasks with a simulated user."""
+"""The asking world: its texts, its tasks with a simulated user, and the shipped model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -15,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_prompts
+from asking_scores import QUESTION, answer, name_in, reply_to, score
 from tiny.corpus import encode_row, is_chosen, terminal_ids, write_row
 from tiny.tokenizer import build_tokenizer, tokenizer_json
-from tiny_entropy import WORLDS
+from tiny_entropy import WORLDS, measure
 from tokenizers import Tokenizer
 
 from entropix_jax.engine.request import Request
@@ -37,7 +39,7 @@ from entropix_jax.lab.world.lexicon import (
     USER,
     split_terminals,
 )
-from entropix_jax.model.loading import LanguageModel
+from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.sampler.presets import load_sampler
 
 WEIGHTS = Path(__file__).parents[2] / "weights" / "asking"
@@ -221,3 +223,41 @@ def test_without_a_reply_the_question_is_the_answer(model: LanguageModel, reply:
 def test_an_invalid_reply_is_reported(model: LanguageModel) -> None:
     with pytest.raises(UserError, match=r"item 'asking-ambiguous-test-1': reply returned 3, not"):
         replied(model, 3, ["Who?"])
+
+
+# The shipped model.
+
+
+@pytest.fixture(scope="module")
+def shipped() -> LanguageModel:
+    return load("asking")
+
+
+def test_the_shipped_model_is_small_and_accurate(shipped: LanguageModel) -> None:
+    assert (WEIGHTS / "model.safetensors").stat().st_size <= 6_000_000
+    rng = Random("held out, tests")
+    rows = [write_row(WORLD, rng, 257) for _ in range(32)]
+    result = measure(shipped.params, shipped.config, rows, IDS)
+    assert result["KL"].mean() <= max(0.05, 0.05 * result["true h"].mean())
+
+
+def test_strangers_need_a_lookup(shipped: LanguageModel) -> None:
+    items = list(islice(asking.FACTS.items("test", chat=True), 60))
+    names = [name_in(item) for item in items]
+    strange = np.array([name in STRANGERS for name in names])
+    results = [f" [{asking.lookup_table()[name]}]" for name in names]
+    alone, looked_up = (
+        score(asking.FACTS, items, answer(shipped, items, starts))
+        for starts in ([""] * len(items), results)
+    )
+    assert alone[strange].mean() <= 0.2
+    assert alone[~strange].mean() >= 0.95
+    assert looked_up.mean() >= 0.95
+
+
+def test_a_reply_makes_an_ambiguous_question_clear(shipped: LanguageModel) -> None:
+    items = list(islice(asking.AMBIGUOUS.items("test", chat=True), 40))
+    replied = reply_to(items, answer(shipped, items, [QUESTION] * len(items)))
+    assert len(replied) >= 36
+    right = score(asking.AMBIGUOUS, replied, answer(shipped, replied, [""] * len(replied)))
+    assert right.mean() >= 0.9

@@ -92,7 +92,7 @@ def right_replies(task: Task, item: Item, tokenizer: Tokenizer) -> list[tuple[st
         ("facts", (144, 136), "1145601b9d884101"),
         ("forks", (400, 400), "51adc258f160cf1d"),
         ("documents", (300, 300), "1fc06de43fe90600"),
-        ("asking-facts", (127, 129), "71f261ccf6faecd7"),
+        ("asking-facts", (99, 93), "32d3508125d5db43"),
         ("asking-ambiguous", (200, 200), "86a35e23f07e6e96"),
     ],
 )

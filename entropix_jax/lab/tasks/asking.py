@@ -12,7 +12,7 @@ from entropix_jax.lab.world.asking import ABOUT_TWO, format_result
 
 _PEOPLE = facts.create(facts.WORLD_SEED).people
 _QUESTIONS = (("Where", " does {} live?"), ("What", " is the job of {}?"))
-_RESULT = re.compile(r"\[[^\]]*\]")
+_RESULT = re.compile(r" ?\[[^\]]*\]")
 
 
 @cache
@@ -32,8 +32,8 @@ def lookup_table() -> dict[str, str]:
 
 
 class _AskingFacts(Task):
-    """Questions about the town and the job of everybody. The model can answer half of them, and
-    needs a lookup for the other half, which are about strangers."""
+    """Questions about the town and the job of known people, and about the town of strangers, for
+    which the model needs a lookup."""
 
     name = "asking-facts"
     chat = True
@@ -43,7 +43,8 @@ class _AskingFacts(Task):
         check_split(split)
         answers: dict[str, str] = {}
         for name, told in facts_of_all().items():
-            for (word, rest), answer in zip(_QUESTIONS, told, strict=True):
+            forms = _QUESTIONS[:1] if name in lexicon.STRANGERS else _QUESTIONS
+            for (word, rest), answer in zip(forms, told, strict=False):
                 answers[word + rest.format(name)] = answer
         kept = (asked for asked in sorted(answers, key=digest) if choose_split(asked) == split)
         for number, question in enumerate(kept, 1):
