@@ -508,7 +508,7 @@ class Row(RowState):
                 top_p = v["branch.top_p"] - slack if v["branch.top_p"] < 1 else math.inf
                 before = np.cumsum(shares[order]) - shares[order]
                 admitted = (before < top_p * shares.sum()) & (shares[order] > 0)
-                counts.append(min(max(int(admitted.sum()), 1), v["branch.width"]))
+                counts += [min(max(int(admitted.sum()), 1), width) for width in plan.verdict.tokens]
             expected = [int(token) for token in order[: counts[0]]]
             gaps = (abs(z[a] - z[b]) for a, b in zip(firsts, order, strict=False))
             fits = max(gaps) <= tolerance * (1 + abs(z.max())) and len({*firsts}) == len(firsts)
