@@ -35,7 +35,7 @@ class Arguments(RunOptions):
     """Measures which answers should be looked up, and before which token.
 
     Example:
-        --task FILE.py:FACTS --lookup FILE.csv --output build/lookups
+        --task FILE.py:FACTS --lookup FILE.csv --output DIR
     """
 
     output: Annotated[str, "DIR"] = ""
