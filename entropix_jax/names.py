@@ -12,7 +12,7 @@ REGIMES = ("lelv", "helv", "lehv", "hehv", "mid")
 BOXES = REGIMES[:-1]  # tried in this order; a point in none is MID
 # Served by arms: the regimes, rows that loop, and the start of an answer.
 SERVED = (*REGIMES, "loop", "start")
-# The last one is NaN without a table, and then its conditions do not hold.
+# Without a table the last one is NaN, and its conditions do not hold.
 QUANTITIES = (
     *("entropy", "varentropy", "attn_entropy_norm", "agreement", "sequence_varentropy"),
     "p_wrong",

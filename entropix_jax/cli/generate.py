@@ -69,7 +69,7 @@ class Arguments:
     trace_attention: bool = False
     """Record the five positions that each of the three sharpest heads attends to most."""
     plane: bool = False
-    """Print the plane of entropy and varentropy with a sign for each token at the end."""
+    """Print the plane of entropy and varentropy at the end, with a sign in each used cell."""
     report: Annotated[str | None, "FILE.html"] = None
     """Write a web page of the run. By default it has the five most likely tokens and all layers."""
 

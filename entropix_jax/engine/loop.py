@@ -373,7 +373,7 @@ class Engine(Roster):
         the window. With a list, the window is only enough for running rows.
         """
         for slot, row in enumerate(self._slots):
-            if row is None or row.answer is None:
+            if row is None or not row.running or row.answer is None:
                 continue
             tokens, action = row.answer
             row.answer = None

@@ -36,9 +36,9 @@ class Request:
         eos_ids: tokens that end the row.
         stop: texts that end the row and are not part of its text.
         lookup: called with the row's text, prompt included, where the sampler's arm `lookup` serves
-            it; returns the text to insert, or a future of it while other rows continue. None, an
-            empty text, a result that the row has or that exceeds the budget, or an error: the row
-            samples.
+            it; returns the text to insert, or a future of it while other rows continue. The row
+            samples after None, an empty text, an error, or a text that the row has or that exceeds
+            its budget.
         ask: called with the row's number and the texts of the two best branches, better one first,
             when their scores are within the margin; returns the index of the branch to commit, None
             for the better one, or a future of either.

@@ -24,7 +24,7 @@ from entropix_jax.model.loading import LanguageModel
 MAX_FORKS = 32  # continuations of a prompt
 
 # Actions of tokens that no model chose.
-_FORCED = ("inject", "lookup", "think_end", "budget_forcing")
+_FORCED = ("inject", "lookup", "clarify", "think_end", "budget_forcing")
 
 Extract = Callable[[str], str | None]  # the answer in a text
 

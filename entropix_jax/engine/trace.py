@@ -83,12 +83,12 @@ class TokenRecord(MeasuredToken):
     token was chosen. `top`, [token id, text, probability] of the most likely tokens, `layers` and
     `layers_varentropy`, the attention entropy and varentropy of each layer and head, in lists or as
     float32 [L, N] (see `Recording.raw_layers`), and `attention`, the positions that three heads
-    attend to most, are None unless recorded. `branches`, all branches that were
-    rolled out, and `ambiguous`, whether the two best scores were within the margin and their texts
-    differ, are None except on the first token of a branch. `intents` is the entropy over the
-    branches' intents in bits, None except on the first token after a fork of `clarify`. `chosen` is
-    True on a token that a person chose, else None. `p_wrong` is None without a table. `state`, the
-    sampler's state after the token, for one row, is None unless recorded, and not part of a trace.
+    attend to most, are None unless recorded. `branches`, all branches that were rolled out, and
+    `ambiguous`, whether the two best scores were within the margin and their texts differ, are None
+    except on the first token of a branch. `intents` is the entropy over the branches' intents in
+    bits, None except on the first token after a fork of `clarify`. `chosen` is True on a token that
+    a person chose, else None. `p_wrong` is None without a table. `state`, the sampler's state after
+    the token, for one row, is None unless recorded, and not part of a trace.
     """
 
     row: int

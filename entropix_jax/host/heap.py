@@ -22,8 +22,8 @@ def reuse_memory() -> None:
     when they are freed, so that each step touches new pages: 117,000 page faults per second for 32
     rows of a model of 500 million parameters. The process gives no memory back until it ends.
 
-    Must be called before JAX starts its threads, with its first array or device. Each thread gets
-    an arena of its own, which unmaps freed memory. The limit of one arena keeps existing ones.
+    Must be called before the first array or device of JAX, which starts threads. Each of them gets
+    an arena that unmaps freed memory, and the limit of one arena does not remove existing ones.
     """
     if sys.platform != "linux":
         return

@@ -80,7 +80,7 @@ def run(arguments: Arguments) -> int:
     for name in ("output", "task", "lookup"):
         if not getattr(arguments, name):
             raise UserError(f"--{name} must be given (see --help)")
-    if Path(str(arguments.lookup)).suffix not in (".csv", ".jsonl"):
+    if str(arguments.lookup).startswith(("http://", "https://", "exec:")):
         raise UserError(f"--lookup {arguments.lookup}: must be a table, a .csv or .jsonl file")
     folder = Path(arguments.output)
     try:

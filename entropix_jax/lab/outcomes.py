@@ -20,7 +20,7 @@ from entropix_jax.engine.state import Recording
 from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.errors import UserError
 from entropix_jax.lab.strength import LEAST, fork_strength, permuted_strength
-from entropix_jax.lab.trials import Question, user_code
+from entropix_jax.lab.trials import Question, extract_answer, score_answer
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
 
@@ -163,10 +163,8 @@ class Answer:
 
     def read(self, text: str) -> tuple[str | None, float]:
         """Returns the answer in a text, and its score."""
-        task, item = self.question.task, self.question.item
-        with user_code(f"task '{task.name}': item {item.id!r}"):
-            found = task.extract(item, text)
-            return found, task.score(item, found)
+        found = extract_answer(self.question, text)
+        return found, score_answer(self.question, found)
 
     def continue_from(
         self,

@@ -31,7 +31,7 @@ def fit_wrong(measures: Sequence[Floats], wrong: NDArray[np.bool_]) -> WrongTabl
         wrong: [n], whether each answer is wrong.
 
     Raises:
-        UserError: all answers are wrong, or none is.
+        UserError: all answers are wrong, or all are right.
     """
     means, target, mass = _tokens(measures, wrong)
     if len(np.unique(target)) < 2:

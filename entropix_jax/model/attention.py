@@ -21,7 +21,7 @@ _NEAR = 4096
 # Scales the sum of scores down so that it cannot overflow; a power of two, which is exact.
 _TINY = 2.0**-32
 _HEADS, _POSITIONS = 3, 5  # of `AttnLooks`
-_SINK = 0.5  # weight of the first position from which a head attends to no text
+_SINK = 0.5  # weight of the first position above which a head is an attention sink
 
 
 def attend(

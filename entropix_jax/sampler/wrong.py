@@ -45,14 +45,9 @@ class WrongTable:
     weights: Floats
     knots: Floats
 
-    def score(self, means: Floats) -> Floats:
-        """Returns the scores of means [..., 4]."""
-        scores: Floats = means @ self.weights[:4] + self.weights[4]
-        return scores
-
     def look_up(self, means: Floats) -> Floats:
         """Returns P(wrong) for means [..., 4]."""
-        return np.asarray(np.interp(self.score(means), *self.knots.T))
+        return np.asarray(np.interp(means @ self.weights[:4] + self.weights[4], *self.knots.T))
 
     def probabilities(self, measures: Floats) -> Floats:
         """Returns P(wrong) at each token of an answer, [T], from its `MEASURES`, [T, 4]."""

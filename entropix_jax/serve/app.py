@@ -87,7 +87,7 @@ class Run:
         limit: float,
     ) -> None:
         """Submits the rows, and ends them after `limit` seconds."""
-        loop, search = asyncio.get_running_loop(), answer.request.search
+        self._loop, search = asyncio.get_running_loop(), answer.request.search
         requests = answer.request.requests
         if answer.request.body.entropix.ask:
             asks = [partial(self._ask, index) for index in range(len(requests))]
@@ -97,7 +97,7 @@ class Run:
         self._worker, self._store, self._answer = worker, store, answer
         self._choices, self._offered = choices, list[str]()
         self._updates: asyncio.Queue[tuple[int, list[Update]]] = asyncio.Queue()
-        soon: Any = loop.call_soon_threadsafe
+        soon: Any = self._loop.call_soon_threadsafe
         self._tickets = [Ticket(job, partial(soon, self._note, i)) for i, job in enumerate(jobs)]
         worker.submit(self._tickets)
         self._keeps = answer.request.body.entropix.keep
@@ -105,8 +105,7 @@ class Run:
             for choice, row in zip(answer.choices, rows, strict=False):
                 choice.row_id = store.put(row)
                 choice.row_ids = [choice.row_id]
-        self._loop = loop
-        self._timer = loop.call_later(limit, self.end)
+        self._timer = self._loop.call_later(limit, self.end)
 
     async def updates(self) -> Updates:
         """Yields the updates of the rows until all have ended. Raises ApiError if the time limit

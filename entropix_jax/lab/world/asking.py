@@ -111,7 +111,7 @@ def _tell(world: World, name: str, words: Sequence[Choice], attribute: str) -> P
 
 
 def format_result(name: str, town: str, job: str) -> str:
-    """Returns what a lookup returns about a person."""
+    """Returns the result of a lookup about a person."""
     return f"{name} lives in {town} and is a {job}"
 
 

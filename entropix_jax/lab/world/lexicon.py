@@ -59,7 +59,7 @@ _WITHIN = spaced((*sorted(_CONTENT), *_words("within")))
 TERMINALS = tuple(
     dict.fromkeys((*SPECIALS, *_MARKS, *_words("beginning"), *PEOPLE, *TOWNS, *NUMBERS, *_WITHIN))
 )
-# Those of the asking world.
+# Terminals of the asking world.
 _ASKING = spaced((*STRANGERS, *_words("asking")))
 ASKING_TERMINALS = (*TERMINALS, "[", " [", "]", "One", *STRANGERS, *_ASKING)
 _SPECIAL = re.compile(f"({'|'.join(map(re.escape, SPECIALS))})")

@@ -70,8 +70,8 @@ const HABITS = {
   backspace: "may take the last token back",
   resample: "draws at a high temperature",
   adaptive: "draws several candidates and keeps the most likely one",
-  lookup: "looks up what the text is about",
-  clarify: "asks back if the answers differ in meaning",
+  lookup: "looks something up and inserts the result",
+  clarify: "asks a question if sampled continuations have a few different outcomes",
 };
 
 // The sampler's action in a regime. Empty for an unknown arm.

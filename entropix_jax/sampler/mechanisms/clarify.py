@@ -43,14 +43,16 @@ from entropix_jax.sampler.state import Proposal
 MAX_PROMPT = 32  # tokens of the prompt for a question
 ENDS_QUESTION = 2  # flag of a token, next to `ENDS_BRANCH`
 _QUESTION = re.compile(r"[?\n]")
+_MARK = re.compile(r"[.,?!:;)\]}\n]")  # in every token with a flag
 
 
 def _end_flags(value: str, host: Any) -> np.ndarray:
     """Returns the flags of each token, uint8 [V], for `until`."""
     flags: Any = np.zeros(host.vocab_size, np.uint8)
     for token, text in enumerate(host.token_texts()):
-        flags[token] = ENDS_BRANCH * (PATTERNS[value].fullmatch(text) is not None)
-        flags[token] |= ENDS_QUESTION * (_QUESTION.search(text) is not None)
+        if _MARK.search(text):
+            flags[token] = ENDS_BRANCH * (PATTERNS[value].fullmatch(text) is not None)
+            flags[token] |= ENDS_QUESTION * (_QUESTION.search(text) is not None)
     return flags  # type: ignore[no-any-return]
 
 

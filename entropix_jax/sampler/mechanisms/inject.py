@@ -99,8 +99,8 @@ class InjectState:
 def may_inject(ctx: Context) -> jax.Array:
     """Returns whether a thought may come next.
 
-    Requires a configured thought that fits and has no banned token, the end of a
-    sentence, and no cooldown. A row that ends in a thought gets no other (documents 000 and 001).
+    Requires a configured thought that fits and has no banned token, the end of a sentence, and no
+    cooldown. A row that ends in a thought gets no other (documents 000 and 001).
     """
     own: InjectSettings = ctx.settings.own["inject"]
     row: InjectState = ctx.states["inject"]

@@ -2,8 +2,8 @@
 
 P(wrong) is a quantity of the regimes' conditions. It is the table's value at a weighted sum of four
 exponential means over the row's generated tokens, the one to be chosen included. `sampler.wrong`
-has the same in float64. Means and table are those of the model's own distribution, without a `view`
-or a surrogate. A table that a condition uses may change without another program.
+computes it in float64. The means are those of the model's own distribution, without a `view` or a
+surrogate. Another table needs no other program.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from entropix_jax.sampler.wrong import EXPECTED, KNOTS, MEASURES, RATE, find_tab
 
 @struct.dataclass
 class Table:
-    """The table, NaN if there is none. Knots that it lacks repeat its last probability."""
+    """The table, NaN without one. Knots after its last one repeat its last probability."""
 
     weights: jax.Array  # float32 [5]
     scores: jax.Array  # float32 [KNOTS], ascending
