@@ -126,11 +126,11 @@ SPECIAL: Mapping[str, Case] = {
         | {"branch.margin": 5.0, "arms.helv": "lookup", "lookup.cooldown": 1, "lookup.per_row": 9},
         options=LOOKUP | {"ask": lambda row, texts: 1},
     ),
-    "clarify": Case(
+    "question": Case(
         "entropix",
         ALL
         | {"arms.helv": "clarify", "arms.hehv": "clarify", "arms.lehv": "clarify"}
-        | {"clarify.width": 3, "clarify.least": 1.5, "clarify.length": 4, "clarify.per_row": 3},
+        | {"clarify.width": 3, "clarify.least": 0.0, "clarify.length": 4, "clarify.per_row": 3},
         options={"clarify": True},
     ),
     # Branches longer than the blocks of 32 positions in which the cache is copied.
