@@ -158,7 +158,7 @@ def test_arms_equal_the_oracle() -> None:
     points = [random_point(rng) for _ in arms]
     for row in range(0, len(arms), 40):
         points[row]["entropy"] = 0.0
-    actions = ("inject", "lookup", "branch", "backspace")
+    actions = ("inject", "lookup", "branch", "clarify", "backspace")
     may = [{action: bool(rng.random() < 0.5) for action in actions} for _ in arms]
     thresholds = rng.choice([0.0, 0.3, 2.5, 7.0], (len(arms), 4)).tolist()
     params = batch_of(*(params_of(LITERAL, s.values) for s in samplers))

@@ -17,7 +17,7 @@ from tests.support.samplers import PARTS
 
 VOCAB = 128
 SLOTS = 96
-ROWS = 128
+ROWS = 144
 
 _choose = jax.jit(choose, static_argnames="parts")
 
