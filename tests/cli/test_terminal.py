@@ -226,7 +226,7 @@ def test_summary(terminal: Callable[..., Screen]) -> None:
     )
     asked = row("mid " * 5, "lookup lookup sample clarify clarify", "question")
     asked.lookups = 2
-    assert " | question | 1 question, 2 lookups | " in summary([asked], 0)
+    assert " | question to the user | 1 question, 2 lookups | " in summary([asked], 0)
     for width, starts in ((40, "8 1 certain scattered context"), (80, "8 certain seed")):
         terminal(COLUMNS=str(width))
         lines = summary(rows[:1], 100.0, "context 4096/4096", "seed 12").splitlines()

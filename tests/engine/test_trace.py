@@ -30,7 +30,7 @@ PUBLISHED = """row position token_id text regime action logprob entropy varentro
     sequence_varentropy attn_entropy attn_entropy_norm attn_varentropy agreement
     interaction_strength temperature top_k top_p min_p forwards loop top branches
     layers layers_varentropy attention""".split()
-MORE = {*"agreement_published confidence ambiguous chosen".split()}
+MORE = {*"agreement_published confidence ambiguous intents chosen".split()}
 MORE |= {"token_confidence", "self_certainty", "max_prob", "p_wrong"}
 
 

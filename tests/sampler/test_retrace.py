@@ -71,7 +71,8 @@ def test_other_rows_need_no_other_program(compiled: list[int]) -> None:
 
 QUADRANTS = load_sampler(LITERAL).values
 
-TEXTS = ("think_end.text", "budget_forcing.end", "budget_forcing.wait")
+TEXTS = """think_end.text budget_forcing.end budget_forcing.wait clarify.prompt lookup.before
+    lookup.after""".split()
 
 # Other values than the default's for every key of a sampler.
 OTHER: dict[str, list[Any]] = {
@@ -97,7 +98,8 @@ OTHER: dict[str, list[Any]] = {
     "metrics.layers": ["last", [0, 2.5]],
     "metrics.noise_floor": [True],
     "truncation.rule": [*RULES],
-    "branch.until": ["depth", "punctuation", "line"],
+    "branch.until": ["depth", "punctuation", "sentence", "line"],
+    "clarify.until": ["punctuation", "line"],
     "inject.thought": ["", "x" * 64, ["a", "bc", "def", "ghij"]],
     "inject.after": [".", [".", "?", "!", "\n"]],
     **{key: ["", "x" * 32] for key in TEXTS},
