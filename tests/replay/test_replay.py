@@ -93,10 +93,10 @@ def test_the_traces_show_all_events(traces: dict[str, Path]) -> None:
         + [f"attempt {n}" for n in range(1, 9)]
         + [f"after {action}" for action in ("argmax", "sample", "adaptive", "backspace")],
         5: ["end confidence", "end stop"],
-        2: ["clarify", "end question", "branch, inject", "inject, branch"]
+        2: ["clarify", "branch, inject", "inject, branch"]
         + [f"width {n}" for n in range(1, 11)]
         + [f"{n} back" for n in range(1, 8)],
-        1: ["loop ends", "after explore", "after resample"],
+        1: ["end question", "loop ends", "after explore", "after resample"],
     }
     missing = {
         name: found[name] for n, names in expected.items() for name in names if found[name] < n
