@@ -19,7 +19,7 @@ class Watched:
     def __init__(self, browser: Any, **options: Any) -> None:
         self.context = browser.new_context(**options)
         self.page = self.context.new_page()
-        self.page.set_default_timeout(30_000)  # a first text loads its programs
+        self.page.set_default_timeout(90_000)  # a first text compiles its programs
         self.messages: list[str] = []
         self.requests: list[str] = []
         self.page.on("console", lambda message: self.messages.append(message.text))
