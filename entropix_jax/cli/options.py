@@ -206,7 +206,7 @@ class TextOptions:
 
 
 def open_source(source: str | None, sampler: "Sampler") -> Lookup | None:
-    """Opens the source of --lookup. Notes a sampler that does not use it, or that lacks it."""
+    """Opens the source of --lookup. Prints a note if no regime uses it, or if it is missing."""
     looks_up = "lookup" in {sampler.written[f"arms.{name}"] for name in SERVED}
     if looks_up and source is None:
         print("note: the sampler's arm lookup only samples without --lookup", file=sys.stderr)

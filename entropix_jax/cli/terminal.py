@@ -250,7 +250,7 @@ def can_ask() -> bool:
     """Returns whether a person is at the terminal. Prints a note if there is none."""
     found = all(map(is_terminal, (sys.stdin, sys.stdout, sys.stderr)))
     if not found:
-        print("note: --ask: no terminal, nobody is asked", file=sys.stderr)
+        print("note: --ask has no effect without a terminal", file=sys.stderr)
     return found
 
 

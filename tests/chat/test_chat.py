@@ -326,7 +326,7 @@ def test_a_person_chooses_between_branches(
 
 
 def test_ask_without_a_terminal_is_a_note(chat: Chat) -> None:
-    assert "note: --ask: no terminal, nobody is asked\n" in chat(options=("--ask",)).err
+    assert "note: --ask has no effect without a terminal\n" in chat(options=("--ask",)).err
 
 
 class Typist:

@@ -330,7 +330,7 @@ def test_invalid_tables_are_reported(tmp_path: Path) -> None:
 def test_ask_is_ignored_without_a_terminal(command: Command) -> None:
     options = short("--set", "sampler.branch.margin=1000", tokens=20)
     asked = command(*options, "--ask")
-    assert "note: --ask: no terminal, nobody is asked\n" in asked.err
+    assert "note: --ask has no effect without a terminal\n" in asked.err
     assert asked.out == command(*options).out
 
 
