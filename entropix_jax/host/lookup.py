@@ -54,7 +54,10 @@ def open_lookup(source: str) -> Lookup:
             is_valid = False
         if not is_valid or " " in source:
             raise UserError(f"lookup {source!r}: not a valid URL")
-        return Lookup(source, lambda text: _in_thread(lambda: _post(source, text)))
+        # Without the query, which may hold a token: identities are stored.
+        digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+        identity = f"{address.hostname}{address.path} {digest}"
+        return Lookup(identity, lambda text: _in_thread(lambda: _post(source, text)))
     if source.startswith(_EXEC):
         path = Path(source.removeprefix(_EXEC)).absolute()
         if not path.is_file() or not os.access(path, os.X_OK):

@@ -58,9 +58,12 @@ def test_a_table_returns_the_value_of_the_last_key(tmp_path: Path, text: str, va
     assert found(write(tmp_path, "\n\n".join(lines), "facts.jsonl"), text) == value
 
 
-def test_identity_of_a_table(tmp_path: Path) -> None:
+def test_identity_of_a_source(tmp_path: Path) -> None:
     first, second = (open_lookup(write(tmp_path, text)) for text in (TABLE, f"{TABLE}a,b\n"))
     assert first.identity != second.identity
+    hidden, other = (open_lookup(f"http://localhost/a?token={name}") for name in ("xy", "z"))
+    assert "xy" not in hidden.identity
+    assert hidden.identity != other.identity
 
 
 @pytest.mark.parametrize(
