@@ -93,7 +93,6 @@ def run(arguments: Arguments) -> int:
         eos_ids=model.end_ids(chat=True),
         stop=arguments.stop,
         lookup=lookup,
-        clarify=True,
     )
     context = choose_context(arguments.context, model.config, _MAX_CONTEXT)
     shown = arguments.quiet, arguments.highlight == "actions", arguments.ask

@@ -25,6 +25,7 @@ from entropix_jax.errors import UserError, nearest, printable
 from entropix_jax.host.files import check_writable, replacing
 from entropix_jax.host.interrupts import EXIT_INTERRUPT, deferred_interrupts, leave_on_interrupt
 from entropix_jax.model.loading import LanguageModel
+from entropix_jax.text.intents import may_ask
 
 Messages = list[Mapping[str, Any]]
 
@@ -154,6 +155,7 @@ class Session:
         status = StatusLine()
         ask = asker(status) if self.asks else None
         request = replace(self.request, prompt=prompt, seed=seed, messages=messages, ask=ask)
+        request = replace(request, clarify=may_ask(messages))
         generation = Generation(self.model, [request], engine=self._engine)
         (row,) = generation.rows
         screen = TextScreen(status, actions=self.actions)

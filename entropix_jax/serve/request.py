@@ -20,6 +20,7 @@ from entropix_jax.sampler.settings import MAX_BANS, MAX_BIASES
 from entropix_jax.serve.kept import continue_row
 from entropix_jax.serve.model import GREEDY, PLAIN, ServedModel
 from entropix_jax.serve.schema import ApiError, Chat, Completion, Generating, unsupported
+from entropix_jax.text.intents import may_ask
 from entropix_jax.text.tokenizer import Tokenizer
 
 _DEFAULT_TOKENS = 16  # of a completion, as in the API
@@ -231,7 +232,7 @@ def _new_rows(
         stop=body.stop,
         lookup=served.lookup,
         messages=messages,
-        clarify=chat and body.entropix.method is None,
+        clarify=messages is not None and body.entropix.method is None and may_ask(messages),
     )
     requests: list[Request] = []
     # Ids count a prompt's choices, so equal prompts of a request draw differently, and a prompt's

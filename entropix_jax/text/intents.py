@@ -6,7 +6,7 @@ means one thing, high if it guesses, and in between if the question has a few re
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from math import log2
 
 from entropix_jax.text.numbers import read_number
@@ -29,3 +29,10 @@ def intent_entropy(texts: Iterable[str]) -> float:
     counts = Counter(map(read_outcome, texts))
     total = counts.total()
     return sum(count / total * log2(total / count) for count in counts.values())
+
+
+def may_ask(messages: Sequence[Mapping[str, str]]) -> bool:
+    """Returns whether the next answer to these messages may be a question: not if the last answer
+    ends with a question mark, so a user who has replied is not asked again."""
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    return not (answers and answers[-1].rstrip().endswith("?"))

@@ -95,7 +95,11 @@ def test_an_answer_ends_with_a_question(server: Running, asking: dict[str, Any])
     assert parts[-1]["entropix"]["finish_reason"] == "question"
     first = next(part for part in parts if part.get("entropix", {}).get("tokens"))
     assert first["entropix"]["tokens"][0]["intents"] > 0
-    # A completion has no user to ask.
+    # A user who has replied is not asked again, and a completion has no user to ask.
+    asked = [*CHAT["messages"], {"role": "assistant", "content": "Who?"}, *CHAT["messages"]]
+    body = {"messages": asked, "max_tokens": 8}
+    parts = stream(server, "chat/completions", body, sampler=asking)
+    assert parts[-1]["entropix"]["finish_reason"] == "length"
     parts = stream(server, "completions", PROMPT, sampler=asking)
     assert parts[-1]["entropix"]["finish_reason"] == "length"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from entropix_jax.text.intents import intent_entropy, read_outcome
+from entropix_jax.text.intents import intent_entropy, may_ask, read_outcome
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,15 @@ def test_entropy_over_intents(counts: tuple[int, ...]) -> None:
 
 def test_entropy_without_texts_is_0() -> None:
     assert intent_entropy([]) == 0
+
+
+def test_a_user_who_has_replied_is_not_asked_again() -> None:
+    talk = [
+        {"role": "user", "content": "Where does she live?"},
+        {"role": "assistant", "content": " One question: do you mean Anna or Rita?\n"},
+        {"role": "user", "content": "Rita."},
+    ]
+    assert may_ask(talk[:1])
+    assert not may_ask(talk)
+    answer = {"role": "assistant", "content": "Rita lives in Cork."}
+    assert may_ask([*talk, answer, talk[0]])
