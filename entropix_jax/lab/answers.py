@@ -116,7 +116,7 @@ def measure_task(
         scores.append(score_answer(question, extract_answer(question, row.text)))
     if np.isnan(scores).any():
         raise UserError(f"task '{questions[0].task.name}': its answers have no score")
-    return measures, np.array(scores) < 0.5
+    return measures, np.array(scores) < 1
 
 
 def _run(model: LanguageModel, requests: Sequence[Request], on_answer: Callable[[], None]) -> Rows:
