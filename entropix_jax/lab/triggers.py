@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -267,6 +267,7 @@ def separate_groups(values: Mapping[str, Floats], positive: NDArray[np.bool_]) -
     each = {name: separate(own, positive, counts) for name, own in values.items()}
     aurocs = np.stack([own[0] for own in each.values()])
     joint = joint_intervals(aurocs[:, 0].tolist(), aurocs[:, 1:])
+    joint = [replace(one, low=max(one.low, 0), high=min(one.high, 1)) for one in joint]
     return pd.DataFrame(
         {"measure": name, "AUROC": str(one), "AURC": interval(own[1])}
         for (name, own), one in zip(each.items(), joint, strict=True)
