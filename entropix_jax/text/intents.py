@@ -12,6 +12,7 @@ from math import log2
 from entropix_jax.text.numbers import read_number
 
 _NO_WORD = re.compile(r"[^\w\s]|_")
+_QUESTION = re.compile(r"\?[^\w\s]*\s*$")  # closed by quotes or brackets
 _ARTICLES = ("a", "an", "the")
 
 
@@ -32,7 +33,8 @@ def intent_entropy(texts: Iterable[str]) -> float:
 
 
 def may_ask(messages: Sequence[Mapping[str, str]]) -> bool:
-    """Returns whether the next answer to these messages may be a question: not if the last answer
-    ends with a question mark, so a user who has replied is not asked again."""
-    answers = [message["content"] for message in messages if message["role"] == "assistant"]
-    return not (answers and answers[-1].rstrip().endswith("?"))
+    """Returns whether the next answer may be a clarifying question. Returns False if the last
+    complete answer ends with a question mark: the user has just replied to it."""
+    past = messages[:-1] if messages[-1:] and messages[-1]["role"] == "assistant" else messages
+    answers = [message["content"] for message in past if message["role"] == "assistant"]
+    return not (answers and _QUESTION.search(answers[-1]))

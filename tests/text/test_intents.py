@@ -46,5 +46,9 @@ def test_a_user_who_has_replied_is_not_asked_again() -> None:
     ]
     assert may_ask(talk[:1])
     assert not may_ask(talk)
+    assert not may_ask([*talk, {"role": "assistant", "content": "She "}])
+    assert may_ask([talk[0], {"role": "assistant", "content": "She?"}])
+    quoted = {"role": "assistant", "content": '"Which one?"'}
+    assert not may_ask([talk[0], quoted, talk[2]])
     answer = {"role": "assistant", "content": "Rita lives in Cork."}
     assert may_ask([*talk, answer, talk[0]])
