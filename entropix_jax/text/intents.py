@@ -35,6 +35,6 @@ def intent_entropy(texts: Iterable[str]) -> float:
 def may_ask(messages: Sequence[Mapping[str, str]]) -> bool:
     """Returns whether the next answer may be a clarifying question. Returns False if the last
     complete answer ends with a question mark: the user has just replied to it."""
-    past = messages[:-1] if messages[-1:] and messages[-1]["role"] == "assistant" else messages
+    past = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
     answers = [message["content"] for message in past if message["role"] == "assistant"]
     return not (answers and _QUESTION.search(answers[-1]))

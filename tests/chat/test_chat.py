@@ -290,7 +290,7 @@ def test_a_model_without_a_template(
     one_error(chat("Hello"), "no chat template: it cannot chat")
 
 
-def test_a_question_is_a_turn(chat: Chat, tiny: LanguageModel) -> None:
+def test_a_question_is_a_turn(chat: Chat, tiny: LanguageModel, tmp_path: Path) -> None:
     arms = [f"sampler.arms.{regime}=clarify" for regime in REGIMES]
     own = ["clarify.least=0", "clarify.most=9", "clarify.length=4", "base.min_p=0"]
     own.append(f"draw.bans={[*tiny.end_ids(chat=True)]}")  # it ends with a question
@@ -299,6 +299,11 @@ def test_a_question_is_a_turn(chat: Chat, tiny: LanguageModel) -> None:
     first, *_ = result.out.splitlines()
     assert first.startswith(" One question:")
     assert result.err.count("question to the user") == 2
+    # A user who has replied is not asked again.
+    said = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "Who?"}]
+    (tmp_path / "said.json").write_text(json.dumps(said))
+    options = ("--messages", str(tmp_path / "said.json"), "--max-new-tokens", "60")
+    assert "One question" not in chat("Rita.", options=(*options, "--set", *settings)).out
 
 
 def test_a_person_chooses_between_branches(

@@ -97,9 +97,10 @@ def test_an_answer_ends_with_a_question(server: Running, asking: dict[str, Any])
     assert first["entropix"]["tokens"][0]["intents"] > 0
     # A user who has replied is not asked again, and a completion has no user to ask.
     asked = [*CHAT["messages"], {"role": "assistant", "content": "Who?"}, *CHAT["messages"]]
-    body = {"messages": asked, "max_tokens": 8}
+    body = {"messages": asked, "max_tokens": 60}
     parts = stream(server, "chat/completions", body, sampler=asking)
     assert parts[-1]["entropix"]["finish_reason"] == "length"
+    assert not "".join(part["delta"]["content"] for part in parts).startswith(" One question:")
     parts = stream(server, "completions", PROMPT, sampler=asking)
     assert parts[-1]["entropix"]["finish_reason"] == "length"
 
