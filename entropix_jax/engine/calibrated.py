@@ -6,7 +6,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from entropix_jax.engine.tokens import describe_token
 from entropix_jax.errors import UserError
@@ -15,6 +17,7 @@ from entropix_jax.host.resources import resource_folder
 from entropix_jax.model.find import SUFFIX
 from entropix_jax.model.loading import CALIBRATION_FILE, LanguageModel
 from entropix_jax.names import SERVED, read_condition
+from entropix_jax.packed import Packed, pack
 from entropix_jax.sampler.calibration import Calibration, generic_calibration, read_calibration
 from entropix_jax.sampler.keys import REGIME_KEYS
 from entropix_jax.sampler.mechanism import Mechanism
@@ -59,6 +62,11 @@ class CalibratedSampler:
         """Static parts of its compiled step."""
         own = self.sampler.parts(self.settings)
         return replace(own, used=own.used | self.others)
+
+    @cached_property
+    def packed(self) -> Packed[SamplerSettings]:
+        """The settings as a row of the engine holds them."""
+        return pack(jax.tree.map(np.asarray, self.settings))
 
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:

@@ -33,10 +33,11 @@ from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.mesh import ONCE, ROWS, STEPS, any_shard, split_rows, sum_shards
 from entropix_jax.model.params import Params
+from entropix_jax.packed import Packed, pack
 from entropix_jax.sampler.context import where_rows
 from entropix_jax.sampler.step import choose
 
-Carry = tuple[jax.Array, DecodeState, StepRecord]  # steps done, state, records so far
+Carry = tuple[jax.Array, DecodeState, Packed[StepRecord]]  # steps done, state, records so far
 
 
 def decode_step(
@@ -47,6 +48,10 @@ def decode_step(
     A row commits one token, goes back to an earlier position, waits for the host or forks. A branch
     grows or ends. The record's fields are [P]. The arguments are those of `decode`.
     """
+    # Settings are unpacked in the step. XLA would hoist that out of the loop, as a hundred copies.
+    words, _ = lax.optimization_barrier((state.settings.words, state.status))
+    state = replace(state, settings=replace(state.settings, words=words))
+
     # Forks of earlier steps begin if there are free lanes.
     if state.lanes:
         state = start_forks(state)
@@ -64,7 +69,7 @@ def decode_step(
     logits = unembed(params, hidden[:, 0])
     view = view_rows(state, config.vocab_size)
     choice, step, sampler = choose(
-        logits, stats, state.settings, state.sampler, view, program.parts
+        logits, stats, state.settings.unpack(), state.sampler, view, program.parts
     )
     rows = step.rows
 
@@ -134,7 +139,7 @@ def decode(
     config: ModelConfig,
     max_steps: int,
     program: Program,
-) -> tuple[DecodeState, StepRecord, jax.Array]:
+) -> tuple[DecodeState, Packed[StepRecord], jax.Array]:
     """Runs up to `steps` decode steps on the device, and returns once fewer than `fewest` rows are
     running.
 
@@ -153,7 +158,7 @@ def decode(
         program: static.
 
     Returns:
-        The state, a `StepRecord` with a leading [max_steps] axis (in steps that did not run
+        The state, a packed `StepRecord` with a leading [max_steps] axis (in steps that did not run
         `live` and `joins` are False), and whether the next steps need the lanes, bool [].
     """
     whole = free_lanes(state)
@@ -164,8 +169,9 @@ def decode(
 
     # Jitted so that it is traced once for both its shapes and the loop; XLA inlines it.
     @jax.jit
-    def step(state: DecodeState) -> tuple[DecodeState, StepRecord]:
-        return decode_step(params, state, config=config, program=program)
+    def step(state: DecodeState) -> tuple[DecodeState, Packed[StepRecord]]:
+        state, record = decode_step(params, state, config=config, program=program)
+        return state, pack(record, 1)
 
     shape = jax.eval_shape(step, state)[1]
     records = jax.tree.map(lambda x: jnp.zeros((max_steps, *x.shape), x.dtype), shape)

@@ -16,11 +16,14 @@ Invariants between steps, where `start` is the position of the branches' first t
 - A lane is free if its status is STOPPED. Its `branch` is then -1.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import chex
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from entropix_jax.engine.state import (
     BRANCH_ENDED,
@@ -31,15 +34,20 @@ from entropix_jax.engine.state import (
     DecodeState,
     ForkEnd,
     status_after,
+    without_keys,
 )
 from entropix_jax.model.mesh import local_index
 from entropix_jax.model.write import copy_runs
+from entropix_jax.packed import Tree, pack
 from entropix_jax.sampler.context import where_rows
 from entropix_jax.sampler.regimes import HEHV, LEHV
 from entropix_jax.sampler.settings import ENDS_BRANCH, MAX_WIDTH, Parts
 from entropix_jax.sampler.state import Choice, Step, with_token
 
 _BLOCK = 32  # positions that are copied at once; larger blocks take long to compile
+
+# The arguments of `copy_runs`: int32 [], and four times int32 [lanes].
+Runs = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 
 # Fields that a branch copies from its row, besides cache and tally. It neither asks the host nor
 # rewinds.
@@ -67,25 +75,34 @@ def want_fork(state: DecodeState, step: Step, parts: Parts) -> DecodeState:
     wants, places = step.forks, state.status.shape[0]
     chex.assert_shape((wants, step.width), (places,))
     chex.assert_shape(step.candidates, (places, MAX_WIDTH))
-    new = replace(
-        state.fork,
-        width=step.width,
-        waited=jnp.zeros_like(step.width),
-        candidates=step.candidates,
-        scores=jnp.take_along_axis(step.scored, step.candidates, axis=1),
-        start=step.rows.length,
-        forwards=state.forwards,
-        tally=step.tally_before,
-    )
-    state = replace(
-        state, fork=where_rows(wants, new, state.fork), status=jnp.where(wants, FORKS, state.status)
-    )
-    return _begin(state, wants & (step.width == 1), jnp.zeros_like(step.width))
+
+    def register(state: DecodeState) -> tuple[DecodeState, None]:
+        new = replace(
+            state.fork,
+            width=step.width,
+            waited=jnp.zeros_like(step.width),
+            candidates=step.candidates,
+            scores=jnp.take_along_axis(step.scored, step.candidates, axis=1),
+            start=step.rows.length,
+            forwards=state.forwards,
+            tally=pack(step.tally_before, 1),
+        )
+        fork = where_rows(wants, new, state.fork)
+        state = replace(state, fork=fork, status=jnp.where(wants, FORKS, state.status))
+        return _begin(state, wants & (step.width == 1), jnp.zeros_like(step.width)), None
+
+    return _if_any(wants, register, state, None)[0]
 
 
 def start_forks(state: DecodeState) -> DecodeState:
     """Forks the rows that wait, as far as there are free lanes."""
     chex.assert_tree_shape_prefix(state.fork, state.status.shape)
+    waits = state.status[: state.status.shape[0] - state.lanes] == FORKS
+    state, runs = _if_any(waits, _start, state, _no_runs(state))
+    return _copy(state, runs)
+
+
+def _start(state: DecodeState) -> tuple[DecodeState, Runs]:
     batch = state.status.shape[0] - state.lanes
     waits = state.status[:batch] == FORKS
     free = state.status[batch:] == STOPPED
@@ -107,28 +124,27 @@ def start_forks(state: DecodeState) -> DecodeState:
     waited = state.fork.waited.at[:batch].add((waits & ~begins).astype(jnp.int32))
     state = replace(state, fork=replace(state.fork, waited=waited))
 
-    # Each branch starts as a copy of the row. The cache is copied in a loop, which changes it in
-    # place. A condition would copy all of it.
+    # Each branch starts as a copy of the row.
     used = jnp.where(lane < number, target, state.status.shape[0])
     place = jnp.arange(state.status.shape[0], dtype=jnp.int32)
     origin = place.at[used].set(source, mode="drop")
-    tally, rest = jax.tree.map(
-        lambda x: jnp.take(x, origin, axis=0),
-        (state.sampler.tally, {name: getattr(state, name) for name in _COPIED}),
+    length, tally, rest = jax.tree.map(
+        lambda x: jnp.take(x, origin, axis=0, mode="clip"),
+        (
+            state.cache.length,
+            state.sampler.tally,
+            {name: getattr(state, name) for name in _COPIED},
+        ),
     )
-    cache = state.cache
-    cache = replace(cache, length=jnp.take(cache.length, origin))
-
-    start, end = jnp.zeros_like(target), cache.length[target]
-    cache = copy_runs(cache, number, source, target, start, end, block=_BLOCK)
-    sampler = replace(state.sampler, tally=tally)
+    cache, sampler = replace(state.cache, length=length), replace(state.sampler, tally=tally)
     state = replace(state, **rest, cache=cache, sampler=sampler)
 
     # The branches begin.
     own = jnp.zeros(state.lanes, bool)
     new = jnp.concatenate([begins, own]).at[used].set(True, mode="drop")
     branches = jnp.zeros_like(state.fork.branch).at[used].set(branch, mode="drop")
-    return _begin(state, new, branches)
+    runs = number, source, target, jnp.zeros_like(target), length[target]
+    return _begin(state, new, branches), runs
 
 
 def grow(
@@ -140,11 +156,12 @@ def grow(
         return state, jnp.zeros(last.shape, bool)
     fork, rows, seen = state.fork, step.rows, choice.observation
     chex.assert_shape((last, choice.token, seen.regime, rows.length), state.status.shape)
-    own = state.settings.own["branch"]
-    depth, by_regime = own.depth, own.until.by_regime
-    ends_with = jnp.take_along_axis(own.until.of_token, last[:, None], axis=1)[:, 0]
+    own = state.settings.unpack().own
+    branch, clarify = own["branch"], own["clarify"]
+    depth, by_regime = branch.depth, branch.until.by_regime
+    ends_with = jnp.take_along_axis(branch.until.of_token, last[:, None], axis=1)[:, 0]
     if "clarify" in parts.used:
-        clarify, measured = state.settings.own["clarify"], _measured(state)
+        measured = _measured(state)
         flags = jnp.take_along_axis(clarify.until, last[:, None], axis=1)[:, 0]
         depth = jnp.where(measured, clarify.tokens, depth)
         by_regime &= ~measured
@@ -181,17 +198,28 @@ def join_forks(state: DecodeState, parts: Parts) -> tuple[DecodeState, ForkEnd]:
     """
     places = state.status.shape[0]
     chex.assert_tree_shape_prefix((state.cache.length, state.fork, state.sampler), (places,))
+    no, zero = jnp.zeros(places, bool), jnp.zeros(places, jnp.int32)
+    none = ForkEnd(no, zero, zero, jnp.zeros((places, MAX_WIDTH), jnp.float32), no)
     if not parts.acts:
-        no, zero = jnp.zeros(places, bool), jnp.zeros(places, jnp.int32)
-        return state, ForkEnd(no, zero, zero, jnp.zeros((places, MAX_WIDTH), jnp.float32), no)
-    batch, fork = places - state.lanes, state.fork
+        return state, none
+    batch = places - state.lanes
     slots = jnp.arange(batch, dtype=jnp.int32)
-    is_branch = fork.branch >= 0
     # A slot holds its own row's first branch. Without lanes `parent` is not a local index.
-    parent = local_index(fork.parent, places).at[:batch].set(slots)
-    mine = is_branch[None] & (parent[None] == slots[:, None])  # [B, P]
+    parent = local_index(state.fork.parent, places).at[:batch].set(slots)
+    mine = (state.fork.branch >= 0)[None] & (parent[None] == slots[:, None])  # [B, P]
     open_ = mine & (state.status != BRANCH_ENDED)[None]
     joins = jnp.any(mine, axis=1) & ~jnp.any(open_, axis=1)
+    join = partial(_join, mine=mine, joins=joins, parts=parts)
+    state, (runs, end) = _if_any(joins, join, state, (_no_runs(state), none))
+    return _copy(state, runs), end
+
+
+def _join(
+    state: DecodeState, mine: jax.Array, joins: jax.Array, parts: Parts
+) -> tuple[DecodeState, tuple[Runs, ForkEnd]]:
+    """Ends the forks of the rows that `joins[B]`, whose branches are `mine[B, P]`."""
+    batch, places = mine.shape
+    slots, fork = jnp.arange(batch, dtype=jnp.int32), state.fork
 
     # The best branch of each row.
     depth = state.cache.length - fork.start
@@ -199,7 +227,7 @@ def join_forks(state: DecodeState, parts: Parts) -> tuple[DecodeState, ForkEnd]:
     is_best = jnp.arange(MAX_WIDTH, dtype=jnp.int32)[None, :] == best[:, None]
     first = jnp.max(scores, axis=-1)
     second = jnp.max(jnp.where(is_best, -jnp.inf, scores), axis=-1)
-    own = jax.tree.map(lambda x: x[:batch], state.settings.own["branch"])
+    own = jax.tree.map(lambda x: x[:batch], state.settings).unpack().own["branch"]
     ambiguous = (second > -jnp.inf) & (first - second < own.margin)
     evaluated = counted = jnp.sum(jnp.where(mine, depth[None], 0), axis=1)
     depth = depth[winner]
@@ -216,9 +244,9 @@ def join_forks(state: DecodeState, parts: Parts) -> tuple[DecodeState, ForkEnd]:
     committed = jnp.where(whole, depth, 0)
 
     # The row's new state.
-    state = _take_winners(state, whole & (winner != slots), winner)
-    fork = state.fork
-    tally = where_rows(whole, *jax.tree.map(lambda x: x[:batch], (state.sampler.tally, fork.tally)))
+    state, runs = _take_winners(state, whole & (winner != slots), winner)
+    tallies = jax.tree.map(lambda x: x[:batch], (state.sampler.tally, fork.tally.unpack()))
+    tally = where_rows(whole, *tallies)
     branch = tally.states["branch"]
     tally = replace(
         tally,
@@ -248,14 +276,15 @@ def join_forks(state: DecodeState, parts: Parts) -> tuple[DecodeState, ForkEnd]:
         forwards=put(state.forwards, fork.forwards[:batch] + evaluated),
         status=put(state.status, status),
     )
-    over = is_branch & jnp.take(joins, parent, mode="clip")
+    over = jnp.any(mine & joins[:, None], axis=0)
     state = _leave(state, over & (jnp.arange(places, dtype=jnp.int32) >= batch))
 
     def fill(rows: jax.Array) -> jax.Array:
         """[B, ...] as [P, ...], 0 in the lanes."""
         return jnp.pad(rows, [(0, places - batch), *[(0, 0)] * (rows.ndim - 1)])
 
-    return state, jax.tree.map(fill, ForkEnd(joins, best, committed, scores, ambiguous))
+    end_ = ForkEnd(joins, best, committed, scores, ambiguous)
+    return state, (runs, jax.tree.map(fill, end_))
 
 
 def _measured(state: DecodeState) -> jax.Array:
@@ -272,7 +301,7 @@ def _rank(
     Returns their scores, float32 [B, W] nats, -inf for a missing or failed branch; the index of the
     best one, int32 [B]; and its place in the state, int32 [B].
     """
-    fork, own = state.fork, state.settings.own["branch"]
+    fork, own = state.fork, state.settings.unpack().own["branch"]
     means = fork.sums / jnp.maximum(depth, 1)[:, None].astype(jnp.float32)
     logprob, entropy, varentropy = means.T
     score = logprob - own.entropy_weight * entropy - own.varentropy_weight * varentropy
@@ -317,20 +346,52 @@ def _leave(state: DecodeState, lanes: jax.Array) -> DecodeState:
     )
 
 
-def _take_winners(state: DecodeState, takes: jax.Array, winner: jax.Array) -> DecodeState:
-    """Copies the branch's own state from the lane `winner[B]` to the rows of `takes[B]`."""
+def _take_winners(
+    state: DecodeState, takes: jax.Array, winner: jax.Array
+) -> tuple[DecodeState, Runs]:
+    """Copies the branch's own state from the lane `winner[B]` to the rows of `takes[B]`, except for
+    the cache's runs."""
     if not state.lanes:
-        return state
+        return state, _no_runs(state)
     batch = takes.shape[0]
     place = jnp.arange(state.status.shape[0], dtype=jnp.int32)
     origin = place.at[:batch].set(jnp.where(takes, winner, place[:batch]))
-    own = state.history, state.confidences, state.sampler.tally
-    history, confidences, tally = jax.tree.map(lambda x: jnp.take(x, origin, axis=0), own)
+    history, confidences, tally = jax.tree.map(
+        lambda x: jnp.take(x, origin, axis=0, mode="clip"),
+        (state.history, state.confidences, state.sampler.tally),
+    )
     rows = jnp.nonzero(takes, size=state.lanes, fill_value=0)[0].astype(jnp.int32)
-
-    lanes, start = winner[rows], state.fork.start[rows]
-    end = state.cache.length[lanes]
-    cache = copy_runs(state.cache, jnp.sum(takes), lanes, rows, start, end, block=_BLOCK)
+    lanes = winner[rows]
+    runs = jnp.sum(takes), lanes, rows, state.fork.start[rows], state.cache.length[lanes]
     sampler = replace(state.sampler, tally=tally)
-    state = replace(state, history=history, confidences=confidences)
-    return replace(state, cache=cache, sampler=sampler)
+    return replace(state, history=history, confidences=confidences, sampler=sampler), runs
+
+
+def _if_any(
+    condition: jax.Array,
+    work: Callable[[DecodeState], tuple[DecodeState, Tree]],
+    state: DecodeState,
+    otherwise: Tree,
+) -> tuple[DecodeState, Tree]:
+    """Returns `work(state)` if the condition holds for any row, else the state and `otherwise`.
+
+    The work does not see keys and values: a condition would copy all of them. `_copy` copies them
+    in a loop afterwards, in place.
+    """
+    small, rest = lax.cond(
+        jnp.any(condition), work, lambda small: (small, otherwise), without_keys(state)
+    )
+    cache = replace(state.cache, length=small.cache.length)
+    return replace(small, cache=cache), rest
+
+
+def _no_runs(state: DecodeState) -> Runs:
+    none = jnp.zeros(state.lanes, jnp.int32)
+    return jnp.int32(0), none, none, none, none
+
+
+def _copy(state: DecodeState, runs: Runs) -> DecodeState:
+    """Copies runs of keys and values."""
+    if not state.lanes:
+        return state
+    return replace(state, cache=copy_runs(state.cache, *runs, block=_BLOCK))

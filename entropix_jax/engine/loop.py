@@ -31,6 +31,7 @@ from entropix_jax.engine.state import RUNNING, STOPPED, DecodeState, Recording, 
 from entropix_jax.host.arguments import check_integer
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.model.mesh import DATA, check_mesh
+from entropix_jax.packed import Packed
 from entropix_jax.sampler.settings import MAX_WIDTH, Parts
 
 _LOOK_SECONDS = 0.1  # target time between two reads by the host
@@ -55,7 +56,7 @@ class _Chunk:
     steps: int
     rows: tuple[RunningRow | None, ...]
     layout: Layout
-    records: StepRecord
+    records: Packed[StepRecord]
     forked: jax.Array  # bool, whether the steps after these need the lanes
 
 
@@ -399,7 +400,8 @@ class Engine(Roster):
     def _read_back(self, chunk: _Chunk) -> Generator[Event, None, bool]:
         """Applies a chunk's outcomes to its rows. Returns whether it made any step."""
         asked = time.perf_counter()
-        records, forked = jax.device_get((chunk.records, chunk.forked))
+        packed, forked = jax.device_get((chunk.records, chunk.forked))
+        records = packed.unpack()
         if self._unpaced:  # its wait says nothing about the device
             self._unpaced -= 1
         else:

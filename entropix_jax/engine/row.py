@@ -158,7 +158,7 @@ class RunningRow:
             looks_up=np.bool_(request.lookup is not None),
             asks_for_choice=np.bool_(request.ask is not None),
             clarifies=np.bool_(request.clarify),
-            settings=request.sampler.settings,
+            settings=request.sampler.packed,
             eos_ids=padded_ids(self._end_ids),
             tally=replace(
                 tally,

@@ -24,6 +24,7 @@ from entropix_jax.model.mesh import (
     split_rows,
 )
 from entropix_jax.model.write import copy_runs
+from entropix_jax.packed import Packed, pack
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.settings import MAX_WIDTH, SamplerSettings
 from entropix_jax.sampler.state import SamplerState, Tally, init_sampler_state
@@ -67,7 +68,7 @@ class Arrival:
     looks_up: Value  # bool
     asks_for_choice: Value  # bool
     clarifies: Value  # bool
-    settings: SamplerSettings  # of one row
+    settings: Packed[SamplerSettings]  # of one row
     eos_ids: Value  # int32 [E]
     tally: Tally  # of one row
     forwards: Value  # int32
@@ -113,7 +114,7 @@ def empty_slots(
         looks_up=full(False, dtype=bool),
         asks_for_choice=full(False, dtype=bool),
         clarifies=full(False, dtype=bool),
-        settings=jax.tree.map(lambda x: np.broadcast_to(x, (places, *np.shape(x))), settings),
+        settings=jax.tree.map(lambda x: np.broadcast_to(x, (places, *x.shape)), pack(settings)),
         eos_ids=full(-1, len(padded_ids(()))),
         sampler=sampler,
         fork=Fork(
@@ -125,7 +126,7 @@ def empty_slots(
             scores=full(0, MAX_WIDTH, dtype=np.float32),
             start=full(0),
             forwards=full(0),
-            tally=jax.tree.map(np.array, sampler.tally),  # donated: no leaf twice
+            tally=pack(jax.tree.map(np.array, sampler.tally), 1),  # donated: no leaf twice
             logprob=full(0, dtype=np.float32),
             sums=full(0, 3, dtype=np.float32),
             failed=full(False, dtype=bool),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from entropix_jax.model.cache import KVCache
+from entropix_jax.packed import Packed
 from entropix_jax.sampler.settings import Parts, SamplerSettings
 from entropix_jax.sampler.state import Choice, RowView, SamplerState, Step, Tally
 from entropix_jax.stats import AttnLooks, AttnStats, top
@@ -38,7 +39,7 @@ class Fork:
     scores: jax.Array  # float32 [P, W], ln p of those, nats, as branches are judged
     start: jax.Array  # int32 [P], the position of the first tokens
     forwards: jax.Array  # int32 [P], `DecodeState.forwards` when the row was forked
-    tally: Tally  # of the row before the fork
+    tally: Packed[Tally]  # of the row before the fork
     # Of the branch itself:
     logprob: jax.Array  # float32 [P], of its last token, nats, as branches are judged
     sums: jax.Array  # float32 [P, 3], over its tokens: ln p (nats), h (bits), u (bits^2)
@@ -63,7 +64,7 @@ class DecodeState:
     looks_up: jax.Array  # bool [P], the row has a lookup function
     asks_for_choice: jax.Array  # bool [P], the host is asked which branch of an ambiguous fork
     clarifies: jax.Array  # bool [P], the row may end with a question to the user
-    settings: SamplerSettings  # each leaf [P, ...]
+    settings: Packed[SamplerSettings]  # each leaf [P, ...]
     eos_ids: jax.Array  # int32 [P, E], the tokens that end a row; -1 matches none
     sampler: SamplerState
     fork: Fork
@@ -227,7 +228,7 @@ def without_lanes(state: DecodeState) -> DecodeState:
     if not state.lanes:
         return state
     batch = state.status.shape[0] - state.lanes
-    slots: DecodeState = jax.tree.map(lambda x: x[:batch], _without_cache(state))
+    slots: DecodeState = jax.tree.map(lambda x: x[:batch], without_keys(state))
     return replace(slots, cache=replace(state.cache, length=slots.cache.length), lanes=0)
 
 
@@ -240,11 +241,12 @@ def with_lanes(state: DecodeState, whole: DecodeState) -> DecodeState:
     without: dict[str, Any] = dict.fromkeys(fixed, ())
     both: DecodeState = jax.tree.map(
         lambda slots, all_: jnp.concatenate([slots, all_[batch:]]),
-        replace(_without_cache(state), lanes=whole.lanes, **without),
-        replace(_without_cache(whole), **without),
+        replace(without_keys(state), lanes=whole.lanes, **without),
+        replace(without_keys(whole), **without),
     )
     return replace(both, cache=replace(state.cache, length=both.cache.length), **fixed)
 
 
-def _without_cache(state: DecodeState) -> DecodeState:
+def without_keys(state: DecodeState) -> DecodeState:
+    """The state without the cache's keys and values."""
     return replace(state, cache=replace(state.cache, keys=(), values=()))

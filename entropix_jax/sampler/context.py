@@ -13,18 +13,18 @@ import jax.numpy as jnp
 from flax import struct
 from jax import custom_batching, lax
 
+from entropix_jax.packed import Tree
 from entropix_jax.platforms import for_platform
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.settings import Parts, SamplerSettings
 from entropix_jax.sampler.state import (
+    MAX_ATTEMPTS,
     Observation,
     Proposal,
     RowView,
     Tally,
     Trail,
     TrailEntry,
-    Tree,
-    entry_at,
 )
 
 # Actions that every sampler has: the most likely token, and one draw.
@@ -45,6 +45,8 @@ class Context(RowView):
     log_probs: jax.Array  # float32 [V], nats, of those
     observation: Observation
     # Added by the stages of the step; None before that.
+    attempt: jax.Array = _LATER  # int32, number of tokens retracted at the next position
+    bans: jax.Array = _LATER  # int32 [MAX_ATTEMPTS], those tokens, padded with -1
     metrics: Metrics = _LATER  # after observers, see `as_configured`
     entropies: jax.Array = _LATER  # float32 [2], `Tally.entropies` with this step's
     thresholds: jax.Array = _LATER  # float32 [4], h1, h2 (bits), u1, u2 (bits^2) in this step
@@ -72,18 +74,6 @@ class Context(RowView):
         return self.tally.queued
 
     @property
-    def attempt(self) -> jax.Array:
-        """Number of tokens retracted at the next position: int32."""
-        attempts: jax.Array = entry_at(self.trail.entries.attempts, self.length)
-        return jnp.where(self.trail.again, attempts, 0)
-
-    @property
-    def bans(self) -> jax.Array:
-        """Tokens retracted at the next position: int32 [MAX_ATTEMPTS], padded with -1."""
-        bans: jax.Array = entry_at(self.trail.entries.bans, self.length)
-        return jnp.where(self.trail.again, bans, -1)
-
-    @property
     def entry(self) -> TrailEntry:
         """The trail's entry of the token at the next position, `history[length]`."""
         logprob = self.log_probs[self.history[self.length]]
@@ -94,6 +84,17 @@ class Context(RowView):
 Arm = Callable[[Context], Proposal]
 # Returns one row's logits, float32 [V], -inf for a token that is not to be drawn, from its logits.
 Filter = Callable[[jax.Array, Context], jax.Array]
+
+
+def with_attempts(ctx: Context) -> Context:
+    """Adds the attempts at one row's next position, from its trail."""
+
+    def before() -> dict[str, jax.Array]:
+        entry = ctx.trail.at(ctx.length)
+        return {"attempt": entry.attempts, "bans": entry.bans}
+
+    none = {"attempt": jnp.int32(0), "bans": jnp.full(MAX_ATTEMPTS, -1, jnp.int32)}
+    return replace(ctx, **if_any(ctx.trail.again, before, none))
 
 
 def as_configured(metrics: Metrics, settings: SamplerSettings) -> Metrics:

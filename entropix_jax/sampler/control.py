@@ -15,7 +15,7 @@ from flax import struct
 
 from entropix_jax.sampler.context import ARGMAX, SAMPLE, Context, draw, if_any, where
 from entropix_jax.sampler.settings import MAX_WIDTH
-from entropix_jax.sampler.state import MAX_ATTEMPTS, MAX_REACH, Trail, entry_at
+from entropix_jax.sampler.state import MAX_ATTEMPTS, MAX_REACH, Trail
 
 COMMIT, FORCE, REWIND, FORK, WAIT, END = range(6)
 
@@ -101,10 +101,10 @@ def act(ctx: Context, token: jax.Array, asked: jax.Array) -> tuple[Context, Verd
         asks = asked & (actor < 0)
         if is_arm:  # a position that is drawn again has the action of the control that rewound
             asks &= (ctx.proposal.action == index) & ~ctx.trail.again
-        control = partial(mechanism.control, ctx, token)
+        control = partial(_ask, mechanism.control, ctx, token)
         commits = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(control))
         verdict = if_any(asks, control, commits)
-        acts = asks & (verdict.kind != COMMIT) & _is_allowed(ctx, verdict)
+        acts = verdict.kind != COMMIT
         if verdict.state is not None:
             states = {**states, name: where(acts, verdict.state, states[name])}
         longest = max(verdict.tokens.shape[0], taken.tokens.shape[0])
@@ -114,22 +114,28 @@ def act(ctx: Context, token: jax.Array, asked: jax.Array) -> tuple[Context, Verd
         action = jnp.where(acts & (verdict.kind != END), index, action)
         actor = jnp.where(acts, index, actor)
     ctx = replace(ctx, tally=replace(ctx.tally, states=states))
-    ctx = _go_back(_queue(ctx, taken, action), taken, action)
+    ctx = _queue(ctx, taken, action)
+    moved = "length", "generated", "remaining", "tally", "trail"
+    stays = {name: getattr(ctx, name) for name in moved}
+    went = if_any(taken.kind == REWIND, partial(_go_back, ctx, taken.back, action), stays)
+    ctx = replace(ctx, **went)
     return replace(ctx, proposal=replace(ctx.proposal, action=action)), taken, actor
 
 
-def _is_allowed(ctx: Context, verdict: Verdict) -> jax.Array:
-    """Returns whether one row may carry a verdict out: force tokens or fork if it has any; go back
-    within reach, to a position with an attempt and a token left; wait only if it has a lookup.
-    Else a run might never end."""
+def _ask(control: Control, ctx: Context, token: jax.Array) -> Verdict:
+    """Returns the verdict of one row's control, COMMIT if the row may not carry it out: it may
+    force tokens or fork if it has any; go back within reach, to a position with an attempt and a
+    token left; wait only if it has a lookup. Else a run might never end."""
+    verdict = control(ctx, token)
     back, is_reached = verdict.back, (verdict.back >= 0) & (verdict.back <= ctx.reach)
-    there = entry_at(ctx.trail.entries.attempts, ctx.length - back)
+    there = ctx.trail.at(ctx.length - back).attempts
     attempts = jnp.where(back == 0, ctx.attempt, there)
     bans = attempts + 1 + jnp.sum(ctx.settings.bans >= 0, dtype=jnp.int32)
     rewinds = is_reached & (attempts < MAX_ATTEMPTS) & (bans < ctx.vocab_size)
     kinds = [verdict.kind == kind for kind in (REWIND, WAIT, FORCE, FORK)]
     has_tokens = jnp.any(verdict.tokens >= 0)
-    return jnp.select(kinds, [rewinds, ctx.looks_up, has_tokens, has_tokens], True)
+    allowed = jnp.select(kinds, [rewinds, ctx.looks_up, has_tokens, has_tokens], True)
+    return replace(verdict, kind=jnp.where(allowed, verdict.kind, COMMIT))
 
 
 def _padded(verdict: Verdict, length: int) -> Verdict:
@@ -154,22 +160,20 @@ def _queue(ctx: Context, verdict: Verdict, action: jax.Array) -> Context:
     return replace(ctx, history=history, tally=tally)
 
 
-def _go_back(ctx: Context, verdict: Verdict, action: jax.Array) -> Context:
-    """Moves the row back if it rewinds. It draws the position again, under the action's name,
-    without the token there.
+def _go_back(ctx: Context, back: jax.Array, action: jax.Array) -> dict[str, Any]:
+    """Returns the changed fields of one row that goes back `back` tokens. It draws the position
+    again, under the action's name, without the token there.
 
     Invariants, before and after, with R the size of the trail: for each of the last `rewindable`
     positions p before `length`, the entry p modulo R is that of `history[p]`, which was drawn. If
     `again`, the entry of `length` has the proposal, bans and attempts of the next draw, and the
     row's tally, except for fields that mechanisms keep.
     """
-    rewinds = verdict.kind == REWIND
-    back = jnp.where(rewinds, verdict.back, 0)
     length = ctx.length - back
 
     # The token joins the bans of its position, which is drawn as it was, but as one candidate;
     # after an argmax, with the base values. The trail has no entry yet of the drawn token itself.
-    there = where(back == 0, ctx.entry, entry_at(ctx.trail.entries, length))
+    there = where(back == 0, ctx.entry, ctx.trail.at(length))
     bans = there.bans.at[there.attempts].set(ctx.history[length], mode="drop")
     was_argmax = there.proposal.action == ctx.parts.action(ARGMAX)
     again = where(was_argmax, draw(SAMPLE, ctx), there.proposal)
@@ -178,25 +182,20 @@ def _go_back(ctx: Context, verdict: Verdict, action: jax.Array) -> Context:
     # Tokens out of reach stay out of reach, although the row is shorter now. So does the
     # position whose place in the ring the entry takes.
     rewindable = jnp.minimum(ctx.reach - back, MAX_REACH - 1)
-    trail = replace(
-        ctx.trail.put(length, rewinds, entry),
-        rewindable=jnp.where(rewinds, rewindable, ctx.trail.rewindable),
-        again=ctx.trail.again | rewinds,
-    )
+    trail = ctx.trail.put(length, jnp.bool_(True), entry)
 
     # The mechanisms' states are those from before the token, except for fields that count budgets.
     states = dict(there.tally.states)
     for name, keep in ((m.name, m.keep) for m in ctx.parts.mechanisms if m.keep):
         kept = {field: getattr(ctx.states[name], field) for field in keep}
         states[name] = replace(states[name], **kept)
-    return replace(
-        ctx,
-        length=length,
-        generated=ctx.generated - back,
-        remaining=ctx.remaining + back,
-        tally=where(rewinds, replace(there.tally, states=states), ctx.tally),
-        trail=trail,
-    )
+    return {
+        "length": length,
+        "generated": ctx.generated - back,
+        "remaining": ctx.remaining + back,
+        "tally": replace(there.tally, states=states),
+        "trail": replace(trail, rewindable=rewindable, again=jnp.bool_(True)),
+    }
 
 
 def remember(ctx: Context, moves: jax.Array, waits: jax.Array, was_drawn: jax.Array) -> Trail:

@@ -5,19 +5,20 @@ Fields are those of one row. With a leading axis on each, they are those of a ba
 
 from collections.abc import Sequence
 from dataclasses import field, replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from entropix_jax.packed import Packed, pack
 from entropix_jax.sampler.metrics import Metrics
 
-Tree = TypeVar("Tree")
 _LATER: Any = None
 
-MAX_REACH = 8  # R, positions that a row can go back at once
+MAX_REACH = 8  # R, positions that a row can go back at once; a power of two
 MAX_ATTEMPTS = 8  # tokens that may be banned at one position
 
 
@@ -82,23 +83,23 @@ class Trail:
     # before them.
     rewindable: jax.Array
     again: jax.Array  # bool, the next position is drawn again
-    entries: TrailEntry  # [R]
+    entries: Packed[TrailEntry]  # [R]
 
     def put(self, position: jax.Array, here: jax.Array, entry: TrailEntry) -> "Trail":
         """Returns the trail with an entry at a position, where `here`, a bool, holds."""
-        here &= jnp.arange(MAX_REACH, dtype=jnp.int32) == jnp.mod(position, MAX_REACH)
+        here &= jnp.arange(MAX_REACH, dtype=jnp.int32) == position & (MAX_REACH - 1)
 
         def put(all_: jax.Array, one: jax.Array) -> jax.Array:
             return jnp.where(here.reshape(-1, *[1] * one.ndim), one, all_)
 
-        return replace(self, entries=jax.tree.map(put, self.entries, entry))
+        return replace(self, entries=jax.tree.map(put, self.entries, pack(entry)))
 
-
-def entry_at(entries: Tree, position: jax.Array) -> Tree:
-    """Returns the entry of a position, int32, from a trail's entries or from a part of them."""
-    index = jnp.mod(position, MAX_REACH).astype(jnp.uint32)
-    entry: Tree = jax.tree.map(lambda x: x.at[index].get(mode="promise_in_bounds"), entries)
-    return entry
+    def at(self, position: jax.Array) -> TrailEntry:
+        """Returns the entry of a position, int32, or of several."""
+        index = (position & (MAX_REACH - 1)).astype(jnp.uint32)
+        get = partial(jnp.take, indices=index, axis=0, mode="clip")
+        entry: Packed[TrailEntry] = jax.tree.map(get, self.entries)
+        return entry.unpack()
 
 
 @struct.dataclass
@@ -182,7 +183,7 @@ def init_sampler_state(batch: int, mechanisms: Sequence[Any]) -> SamplerState:
     tally = Tally(zero, zero, zeros(2, np.float32), zeros(4, np.float32), states, kinds)
     proposal = Proposal(zero, zero_f, zero, zero_f, zero_f, zero)
     entry = TrailEntry(zero_f, proposal, tally, zero, zeros(MAX_ATTEMPTS, np.int32) - 1)
-    entries = jax.tree.map(lambda x: np.stack([x] * MAX_REACH), entry)
+    entries = jax.tree.map(lambda x: np.stack([x] * MAX_REACH), pack(entry))
     state = SamplerState(tally, Trail(rewindable=zero, again=zeros((), bool), entries=entries))
     # Copies: a state is donated, each leaf once.
     rows: SamplerState = jax.tree.map(lambda x: np.repeat(x[None], batch, axis=0), state)

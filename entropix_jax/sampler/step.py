@@ -18,7 +18,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from entropix_jax.names import SERVED
-from entropix_jax.sampler.context import SAMPLE, Context, as_configured, draw, if_any, where
+from entropix_jax.sampler.context import (
+    SAMPLE,
+    Context,
+    as_configured,
+    draw,
+    if_any,
+    where,
+    with_attempts,
+)
 from entropix_jax.sampler.control import END, FORK, REWIND, WAIT, act, reach, remember
 from entropix_jax.sampler.draw import draw_tokens, numbers_of_candidates
 from entropix_jax.sampler.filters import penalise, truncate
@@ -34,7 +42,6 @@ from entropix_jax.sampler.state import (
     SamplerState,
     Step,
     Tally,
-    entry_at,
     with_token,
 )
 from entropix_jax.stats import AttnStats
@@ -86,7 +93,7 @@ def choose(
 def _choose(ctx: Context) -> tuple[Choice, Step, SamplerState]:
     """The step of one row."""
     # The regime's arm proposes how the token is drawn, filters rule tokens out, and one is drawn.
-    ctx = _classify(ctx)
+    ctx = _classify(with_attempts(ctx))
     ctx = replace(ctx, proposal=_propose(ctx))
     ctx = replace(ctx, penalised=penalise(ctx.logits, ctx))
     truncated, inputs = truncate(ctx.penalised, ctx)
@@ -199,7 +206,7 @@ def _propose(ctx: Context) -> Proposal:
         rollout = where(ctx.states["clarify"].measured, own, rollout)
     proposal = where(ctx.branch >= 0, rollout, proposal)
     # A position that is drawn again is drawn as it was, as one candidate.
-    return where(ctx.trail.again, entry_at(ctx.trail.entries.proposal, ctx.length), proposal)
+    return if_any(ctx.trail.again, lambda: ctx.trail.at(ctx.length).proposal, proposal)
 
 
 def _draw(ctx: Context) -> jax.Array:

@@ -21,6 +21,7 @@ from entropix_jax.engine.slots import (
 )
 from entropix_jax.engine.state import RUNNING, STOPPED, DecodeState
 from entropix_jax.model.mesh import row_shardings
+from entropix_jax.packed import pack
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.state import init_sampler_state
 from tests.support.meshes import mesh_of_two
@@ -74,7 +75,7 @@ def arrival(preset: str = LITERAL, cached: int = 0) -> Arrival:
         looks_up=np.bool_(True),
         asks_for_choice=np.bool_(False),
         clarifies=np.bool_(False),
-        settings=params_of(preset),
+        settings=pack(jax.tree.map(np.asarray, params_of(preset))),
         eos_ids=padded_ids([11, 12]),
         tally=jax.tree.map(lambda x: x + 1, fresh_tally(MECHANISMS)),
         forwards=np.int32(6),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from entropix_jax.names import REGIMES
+from entropix_jax.packed import pack
 from entropix_jax.sampler.context import Context, draw
 from entropix_jax.sampler.control import Verdict, rewind, wait
 from entropix_jax.sampler.mechanism import Mechanism
@@ -111,8 +112,8 @@ def test_a_custom_control_cannot_exceed_limits() -> None:
     state, settings = fresh_state(batch), batch_of(*[settings_of(sampler)] * batch)
     reach = jnp.asarray([0, MAX_REACH, 0, 0, 0])
     trail = replace(state.trail, again=jnp.ones(batch, bool), rewindable=reach)
-    entries = replace(trail.entries, attempts=jnp.tile(attempts, MAX_REACH))
-    state = replace(state, trail=replace(trail, entries=entries))
+    entries = replace(trail.entries.unpack(), attempts=jnp.tile(attempts, MAX_REACH))
+    state = replace(state, trail=replace(trail, entries=pack(entries, 2)))
     rows = replace(rows_of(*[TEXT] * batch), generated=jnp.asarray([0, 0, 1, 2, 2]))
     rows = replace(rows, looks_up=jnp.arange(batch) == 4)
     logits = jnp.asarray(np.tile(logits_for("mid"), (batch, 1)))

@@ -68,10 +68,7 @@ def views_of(histories: Iterable[list[int]], attempt: int = 0, **fields: Any) ->
     one = replace(one, parts=TRANSFORMS)
     lengths = jnp.asarray([*map(len, histories)], jnp.int32)
     rows: Context = replace(one, history=jnp.asarray(padded), length=lengths, generated=lengths)
-    trail = replace(rows.trail, again=jnp.ones(len(histories), bool))
-    entries = replace(trail.entries, attempts=jnp.full_like(trail.entries.attempts, attempt))
-    trail = replace(trail, entries=entries)
-    return replace(rows, trail=trail, **fields)
+    return replace(rows, attempt=jnp.full_like(lengths, attempt), **fields)
 
 
 def settings_of(name: str, rows: int, **fields: Any) -> SamplerSettings:

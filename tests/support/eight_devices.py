@@ -134,7 +134,7 @@ class Job:
                 self.params, state, jnp.int32(STEPS), jnp.int32(1)
             )
             state, forked = taken(state, stepped), bool(now)
-            told.add(self.by_slot(jax.device_get(records)))
+            told.add(self.by_slot(jax.device_get(records).unpack()))
             outcome.states.append(self.slots(state))
             finish = outcome.states[-1].status
             going = bool(np.isin(finish, (RUNNING, FORKS, BRANCH_ENDED)).any())
@@ -146,7 +146,7 @@ class Job:
         for step in steps:
             state = replace(state, status=jax.device_put(waiting, state.status.sharding))
             state, records, _ = step(self.params, state, jnp.int32(STEPS), jnp.int32(1))
-            outcome.held.append(jax.device_get(records))
+            outcome.held.append(jax.device_get(records).unpack())
         return outcome
 
     def by_slot(self, records: StepRecord) -> StepRecord:

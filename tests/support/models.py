@@ -18,6 +18,7 @@ from entropix_jax.model.checkpoint import check_tensors, open_tensors, read_para
 from entropix_jax.model.config import ModelConfig, RopeScaling
 from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.params import Params, ParamSpec, param_specs
+from entropix_jax.packed import pack
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.metrics import measure
 from entropix_jax.sampler.settings import SamplerSettings
@@ -138,7 +139,7 @@ def uncached(
         prompt_length=put(state.prompt_length, np.array([*map(len, prompts)])),
         budget=put(state.budget, np.array(budgets)),
         keys=put(state.keys, keys),
-        settings=jax.tree.map(put, state.settings, settings),
+        settings=jax.tree.map(put, state.settings, pack(settings, 1)),
         eos_ids=jnp.broadcast_to(jnp.asarray(eos_ids), (len(layout.slot_of), len(eos_ids))),
         status=put(state.status, RUNNING),
     )

@@ -25,7 +25,13 @@ from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.sampler.settings import Parts, SamplerSettings
-from entropix_jax.sampler.state import Observation, Proposal, SamplerState, init_sampler_state
+from entropix_jax.sampler.state import (
+    MAX_ATTEMPTS,
+    Observation,
+    Proposal,
+    SamplerState,
+    init_sampler_state,
+)
 from entropix_jax.stats import AttnStats
 from tests.support.models import random_params, tiny_config, uncached
 
@@ -196,6 +202,8 @@ def context(
         running=jnp.bool_(True),
         tally=fresh.tally,
         trail=fresh.trail,
+        attempt=none,
+        bans=jnp.full(MAX_ATTEMPTS, -1, jnp.int32),
         remaining=jnp.int32(50),
         eos_ids=jnp.full(2, -1, jnp.int32),
         looks_up=jnp.bool_(False),
@@ -351,7 +359,7 @@ def generate(
             max_steps=32,
             program=replace(program, lanes=bool(forked)),
         )
-        recorder.add(jax.device_get(records))
+        recorder.add(jax.device_get(records).unpack())
     return recorder.lines[:number]
 
 

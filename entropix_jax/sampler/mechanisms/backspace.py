@@ -16,7 +16,7 @@ from entropix_jax.sampler.control import Verdict, rewind, when
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms.plain import adaptive
 from entropix_jax.sampler.settings import COUNT, number
-from entropix_jax.sampler.state import MAX_ATTEMPTS, MAX_REACH, Proposal, entry_at
+from entropix_jax.sampler.state import MAX_ATTEMPTS, MAX_REACH, Proposal
 from entropix_jax.sampler.user_functions import UserFunction
 
 
@@ -46,14 +46,13 @@ def in_doubt(ctx: Context) -> jax.Array:
     own: BackspaceSettings = ctx.settings.own["backspace"]
     row: BackspaceState = ctx.states["backspace"]
     trail, distance = ctx.trail, jnp.arange(1, MAX_REACH + 1, dtype=jnp.int32)
-    entries = trail.entries.logprob, trail.entries.attempts
-    logprob, attempts = entry_at(entries, ctx.length - distance)
-    unsure = (jnp.exp(logprob) < own.max_prob) | (own.max_prob >= 1.0)
-    bans = attempts + 1 + jnp.sum(ctx.settings.bans >= 0, dtype=jnp.int32)
+    earlier = trail.at(ctx.length - distance)
+    unsure = (jnp.exp(earlier.logprob) < own.max_prob) | (own.max_prob >= 1.0)
+    bans = earlier.attempts + 1 + jnp.sum(ctx.settings.bans >= 0, dtype=jnp.int32)
     return (
         unsure
         & (distance <= jnp.minimum(own.reach, trail.rewindable))
-        & (attempts < own.per_position)
+        & (earlier.attempts < own.per_position)
         & (row.backspaced < own.per_row)
         & (bans < ctx.vocab_size)
     )
