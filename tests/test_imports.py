@@ -17,7 +17,7 @@ TESTS = Path(__file__).parent
 # Lowest first. A module imports from its own folder and from lower layers. Folders of one layer do
 # not import each other. The sampler thus does not import the model.
 LAYERS = (
-    ("errors", "platforms", "version"),
+    ("errors", "packed", "platforms", "version"),
     ("names", "stats", "accelerators"),
     ("host",),
     ("text", "report", "sampler"),

@@ -21,6 +21,7 @@ from entropix_jax.accelerators.gpu_graphs import LOOPS_IN_GRAPHS, puts_loops_in_
 from entropix_jax.engine.decode import decode, jit_decode
 from entropix_jax.engine.shapes import MAX_STEPS
 from entropix_jax.engine.state import DecodeState, Program, Recording
+from entropix_jax.engine.traced import Traced, find_traced
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.settings import Parts
@@ -119,7 +120,7 @@ class Programs:
             lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)), arguments
         )
         with self._changed:
-            self._queue[key] = lambda: function.lower(*shapes, **static).compile()
+            self._queue[key] = lambda: self._program(function, shapes, static).compile(*shapes)
             if self._current is None:
                 self._current = key
                 threading.Thread(target=self._compile, name="compiler").start()
@@ -129,8 +130,15 @@ class Programs:
         if (program := self._compiled.get(key)) is not None:
             return program(*arguments)
         if key not in self._called:
-            self._await(key, lambda: function.lower(*arguments, **static).compile())
-        return function(*arguments, **static)
+            self._await(key, lambda: self._program(function, arguments, static).compile(*arguments))
+        return self._program(function, arguments, static)(*arguments)
+
+    def _program(
+        self, function: Any, arguments: tuple[Any, ...], static: Mapping[str, Any]
+    ) -> Traced:
+        if self._model.mesh is not None:
+            return Traced(function, static)
+        return find_traced(function, arguments, static)
 
     def _await(self, key: Hashable, compile_program: Callable[[], Any]) -> None:
         """Waits until a program is compiled, in a thread, since the compiler blocks signals. An

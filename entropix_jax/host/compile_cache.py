@@ -1,4 +1,4 @@
-"""JAX's persistent compilation cache in the user's cache folder."""
+"""Compiled programs in the user's cache folder."""
 
 import os
 import stat
@@ -6,6 +6,12 @@ import sys
 from pathlib import Path
 
 import jax
+
+
+def traced_folder() -> Path | None:
+    """Returns the folder of traced programs, None unless compiled ones are in a folder of ours."""
+    chosen = Path(jax.config.jax_compilation_cache_dir or "")  # type: ignore[attr-defined]
+    return chosen.with_name("traced") if chosen.parts[-2:] == ("entropix_jax", "xla") else None
 
 
 def use_compilation_cache() -> None:

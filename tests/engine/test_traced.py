@@ -1,0 +1,144 @@
+"""Traced programs in the cache folder: read in place of tracing, and never a stale one."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from entropix_jax.engine import traced
+from entropix_jax.engine.state import ForkEnd
+from entropix_jax.engine.traced import find_traced
+from entropix_jax.packed import Packed, pack
+from entropix_jax.sampler.mechanism import Mechanism
+from entropix_jax.sampler.mechanisms import MECHANISMS
+from entropix_jax.sampler.settings import Parts
+
+TRACES: list[str] = []
+
+
+def results(a: Any, state: Any, by: int) -> Any:
+    TRACES.append("")
+    end = ForkEnd(a > by, a * by, a, None, a)  # type: ignore[arg-type]
+    return jax.tree.map(lambda x: x * 2, state), (pack(end, 1), {"sum": [jnp.sum(a)]})
+
+
+@partial(jax.jit, static_argnames=("by", "parts"), donate_argnames="state")
+def function(a: Any, state: Any, *, by: int, parts: Parts | None = None) -> Any:
+    return results(a, state, by)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Each test has a folder of its own, and a process that has traced nothing."""
+    monkeypatch.setattr(traced, "traced_folder", lambda: tmp_path)
+    start_again()
+    yield tmp_path
+    start_again()
+
+
+def start_again() -> None:
+    """Forgets what the process has traced and read."""
+    jax.clear_caches()
+    traced._PROGRAMS.clear()
+    traced._environment.cache_clear()
+    TRACES.clear()
+
+
+def run(by: int = 2, size: int = 3, **static: Any) -> tuple[Any, Any]:
+    """Returns the results of the program and of the function itself."""
+    given = jnp.arange(size), {"one": jnp.ones(size), "two": jnp.arange(2)}
+    wanted = jax.jit(partial(results, by=by))(*given)
+    TRACES.clear()
+    program = find_traced(function, given, {"by": by, **static})
+    return program(*given), wanted
+
+
+def test_a_second_start_does_not_trace(folder: Path) -> None:
+    for traces in (1, 0):
+        found, wanted = run()
+        assert len(TRACES) == traces
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+        packed: Packed[ForkEnd] = found[1][0]
+        assert packed.unpack().scores is None
+        assert len([*folder.iterdir()]) == 1
+        start_again()
+
+
+def test_arguments_are_donated() -> None:
+    """Also those of a program that was read."""
+    for _ in range(2):
+        given = jnp.arange(3), {"one": jnp.ones(3)}
+        find_traced(function, given, {"by": 1})(*given)
+        assert given[1]["one"].is_deleted()
+        assert not given[0].is_deleted()
+        start_again()
+
+
+@pytest.mark.parametrize(
+    "change", ["by", "size", "environment", "source", "version", "processor", "mechanisms"]
+)
+def test_another_program_has_another_file(
+    change: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = Parts(MECHANISMS, frozenset({"argmax"}))
+    run(parts=parts)
+    start_again()
+    options: dict[str, Any] = {"parts": parts}
+    if change in ("by", "size"):
+        options[change] = 7
+    elif change == "environment":
+        monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=")
+    elif change == "source":
+        read = Path.read_bytes
+        monkeypatch.setattr(
+            Path, "read_bytes", lambda p: read(p) + (b"#" if p.name == "draw.py" else b"")
+        )
+    elif change == "version":
+        monkeypatch.setattr(jax, "__version__", "0.0.1")
+    elif change == "processor":
+        monkeypatch.setattr("platform.machine", lambda: "another")
+    else:
+        options["parts"] = replace(parts, used=frozenset({"argmax", "branch"}))
+    run(**options)
+    assert TRACES
+    assert len([*folder.iterdir()]) == 2
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"short", b"{}\n"])
+def test_a_damaged_file_is_traced_again(
+    damage: bytes, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line says so, and the file is whole afterwards."""
+    run()
+    (path,) = folder.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2] if damage == b"short" else damage)
+    start_again()
+    found, wanted = run()
+    assert TRACES
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    assert capsys.readouterr().err.count("\n") == 1
+    assert json.loads(path.read_bytes().partition(b"\n")[0])["donated"] == [1, 2]
+
+
+def test_a_folder_that_cannot_be_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = folder / "file"
+    place.write_text("")
+    monkeypatch.setattr(traced, "traced_folder", lambda: place)
+    found, wanted = run()
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_own_mechanisms_are_traced_in_each_run(folder: Path) -> None:
+    """No hash covers a user's function, nor one of the package that was changed."""
+    for own in (Mechanism("own"), replace(MECHANISMS[0])):
+        found, wanted = run(parts=Parts((*MECHANISMS, own)))
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    assert not [*folder.iterdir()]
