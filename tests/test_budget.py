@@ -57,18 +57,18 @@ def sizes() -> dict[str, int]:
 
 # The limit, and the goal.
 LIMITS = {
-    "sampler/step.py and what it imports": (1_830, 1_600),
-    "engine/decode.py and what it imports": (4_115, 4_000),
-    "sampler/step.py, engine/decode.py": (430, 420),
+    "sampler/step.py and what it imports": (1_915, 1_600),
+    "engine/decode.py and what it imports": (4_265, 4_000),
+    "sampler/step.py, engine/decode.py": (442, 420),
     "sampler/filters.py, sampler/draw.py": (225, 225),
-    "sampler/, engine/, model/": (12_320, 10_400),
-    "package without lab/, serve/, chat/": (20_600, 15_000),
+    "sampler/, engine/, model/": (12_610, 10_400),
+    "package without lab/, serve/, chat/": (20_985, 15_000),
     "lab/": (8_600, 5_300),
     "serve/, chat/": (3_150, 3_000),
     "scripts/": (3_010, 2_800),
-    "tests/": (28_400, 23_400),
+    "tests/": (28_570, 23_400),
     "README.md": (180, 180),
-    "docs/": (3_170, 2_600),
+    "docs/": (3_171, 2_600),
 }
 
 
