@@ -29,9 +29,10 @@ Wait = tuple[str, float]  # what a command waits for, and since when
 
 
 def describe_wait(wait: Wait) -> str:
-    """Returns what a command waits for, with the seconds so far before the details."""
+    """Returns what a command waits for, with the seconds so far before the details. With tenths it
+    moves as long as Python runs: some work of JAX holds the interpreter for over half a second."""
     what, colon, details = wait[0].partition(": ")
-    return f"{what}, {time.monotonic() - wait[1]:.0f} s{colon}{details}"
+    return f"{what}, {time.monotonic() - wait[1]:.1f} s{colon}{details}"
 
 
 class StatusLine:

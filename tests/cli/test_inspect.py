@@ -198,7 +198,7 @@ def test_text_format(command: Command, folder: str, monkeypatch: pytest.MonkeyPa
     assert main(["inspect", *arguments, "--model", folder]) == 0
     coloured = screen.read()
     assert ESCAPE.search(coloured)
-    assert "reading the text, 0 s" in coloured
+    assert "reading the text, 0.0 s" in coloured
     assert TEXT in ESCAPE.sub("", coloured)
 
 

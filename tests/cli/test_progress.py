@@ -25,10 +25,10 @@ def test_progress_lines_without_a_terminal(
             store.done, run.tokens = second // 60, run.tokens + 10
         line = view.describe()
         if second == 119:
-            assert line == "1 of 9 done in 0:01:59 | 980 tokens | compiling, 19 s: forks"
+            assert line == "1 of 9 done in 0:01:59 | 980 tokens | compiling, 19.0 s: forks"
     assert view.speed.value == pytest.approx(10.0)
     assert capsys.readouterr().err.splitlines() == [
         "1 of 9 done in 0:01:00 | 580 tokens, 10 tok/s | 0:07:44 left | 50% of slots used",
-        "1 of 9 done in 0:02:00 | 980 tokens | compiling, 20 s: forks",
+        "1 of 9 done in 0:02:00 | 980 tokens | compiling, 20.0 s: forks",
         "3 of 9 done in 0:03:00 | 1580 tokens, 10 tok/s | 0:05:16 left | 50% of slots used",
     ]
