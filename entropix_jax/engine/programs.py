@@ -141,16 +141,20 @@ class Programs:
         return find_traced(function, arguments, static)
 
     def _await(self, key: Hashable, compile_program: Callable[[], Any]) -> None:
-        """Waits until a program is compiled, in a thread, since the compiler blocks signals. An
+        """Waits until a program is compiled, in a thread, since the compiler blocks signals, and a
+        program of steps also for those that are queued: a text does not stop for them later. An
         error is raised by the call. On a mesh, the call compiles it."""
         began, outer = time.monotonic(), self.waits
         self._called.add(key)
         with self._changed:
-            queued = {*self._queue, self._current} - {None}
-        total = f" of {len(self._called | queued)}" if queued else ""
-        self.waits = f"compiling or loading program {len(self._called)}{total}: {key}", began
+            queued = [one for one in (self._current, *self._queue) if one is not None]
+        number, total = len(self._called), len(self._called.union(queued))
+        ahead = [one for one in queued if one != key] if isinstance(key, Steps) else []
         try:
-            self.wait(key)
+            for index, one in enumerate((key, *ahead), number):
+                of = f" of {total}" if queued else ""
+                self.waits = f"compiling or loading program {index}{of}: {one}", began
+                self.wait(one)
             if key not in queued and self._model.mesh is None:
                 with ThreadPoolExecutor(1) as pool:
                     pool.submit(compile_program)

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from entropix_jax.engine import loop, programs, prompts, shapes
@@ -144,6 +146,26 @@ def test_the_required_programs_run_all_rows(
     run(engine, rows)
     assert {*keys} == {Steps(first, WINDOW), Steps(first, MAX_POSITIONS, True)}
     check_as_without_list(model, rows)
+
+
+def test_a_text_does_not_stop_for_a_queued_program() -> None:
+    """The first call of a program of steps waits for the others that are queued."""
+    made, seen = Programs(Mock(mesh=None), Recording()), list[tuple[str, bool]]()
+    keys = [Steps(frozenset(), 64), Steps(frozenset(), 64, lanes=True)]
+
+    def slow(x: jax.Array, name: str) -> jax.Array:
+        time.sleep(0.2)
+        wait = made.waits
+        seen.append((name, wait is not None and name in wait[0]))
+        return x
+
+    jitted = jax.jit(slow, static_argnames="name")
+    given = (jnp.float32(1),)
+    for key in keys:
+        made.add(key, jitted, given, {"name": str(key)})
+    made.call(keys[0], jitted, given, name=str(keys[0]))
+    assert seen == [(str(key), True) for key in keys]
+    assert made.waits is None
 
 
 def test_a_program_that_fails(
