@@ -116,8 +116,10 @@ def optimized() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _restore_compilation_cache() -> Iterator[None]:
-    """Restores the cache of programs, since a command of a test may have chosen a temporary one."""
+def _restore_compilation_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Restores the cache of programs, since a command of a test may have chosen a temporary one. In
+    this process no traced program is kept: a test may have replaced a function of it."""
+    monkeypatch.setattr("entropix_jax.host.compile_cache.traced_folder", lambda: None)
     yield
     for name, value in PROGRAMS.items():
         if getattr(jax.config, name) != value:

@@ -24,8 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
-from entropix_jax.errors import UserError
-from entropix_jax.host.compile_cache import traced_folder
+from entropix_jax.host import compile_cache
 from entropix_jax.host.files import replacing
 from entropix_jax.packed import Packed
 from entropix_jax.platforms import traces_cpu_alone
@@ -72,7 +71,7 @@ def find_traced(function: Any, arguments: tuple[Any, ...], static: Mapping[str, 
     """Returns the program of a jitted function for arguments, or shapes, like these: from this
     process, from its file, or else traced now. Without a file where no folder is kept, on other
     devices than a CPU, and with a user's own mechanisms, whose code no hash covers."""
-    plain, folder = Traced(function, static), traced_folder()
+    plain, folder = Traced(function, static), compile_cache.traced_folder()
     if folder is None or not traces_cpu_alone():
         return plain
     leaves, structure = jax.tree.flatten(arguments)
@@ -117,10 +116,8 @@ def _environment() -> str:
     sources = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         sources.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text(encoding="utf-8").splitlines() if about.exists() else []
     processor = sorted({line for line in lines if line.startswith(("model name", "flags"))})
     settings = sorted(
         f"{name}={value}"
@@ -135,46 +132,43 @@ def _environment() -> str:
 
 
 def _write(path: Path, function: Any, shapes: tuple[Any, ...], static: Mapping[str, Any]) -> None:
-    """Traces a program and writes its file, where both are possible."""
+    """Traces a program and writes its file. Without one, whatever fails is told by the call."""
     leaves, structure = jax.tree.flatten(shapes)
 
     def flat(*leaves: Any) -> list[Any]:
         return jax.tree.leaves(function(*jax.tree.unflatten(structure, leaves), **static))
 
-    flat.__name__ = function.__name__
-    traced = function.trace(*shapes, **static)
-    donated = [i for i, one in enumerate(jax.tree.leaves(traced.args_info)) if one.donated]
-    body = bytes(export.export(jax.jit(flat, donate_argnums=donated))(*leaves).serialize())
-    results = _write_structure(traced.out_tree, [*map(jax.tree.structure, shapes)])
-    head = {"hash": hashlib.sha256(body).hexdigest(), "donated": donated, "results": results}
     try:
+        traced = function.trace(*shapes, **static)
+        donated = [i for i, one in enumerate(jax.tree.leaves(traced.args_info)) if one.donated]
+        results = _write_structure(traced.out_tree, [*map(jax.tree.structure, shapes)])
+        exported = export.export(jax.jit(flat, donate_argnums=donated))(*leaves).serialize()
+        content = json.dumps([donated, results]).encode() + b"\n" + exported
         with replacing(path) as scratch:
-            scratch.write_bytes(json.dumps(head).encode() + b"\n" + body)
+            scratch.write_bytes(hashlib.sha256(content).digest() + content)
         for old in path.parent.iterdir():
             if old.stat().st_mtime < time.time() - _DAYS * 86_400:
                 old.unlink()
-    except (UserError, OSError):
-        pass
+    except Exception:
+        return
 
 
 def _read(path: Path, arguments: Any) -> Traced | None:
     """Reads a program's file, None if there is none or it is damaged."""
     try:
-        head, _, body = path.read_bytes().partition(b"\n")
-        about = json.loads(head)
-        if about["hash"] != hashlib.sha256(body).hexdigest():
-            raise ValueError("hash")
+        content = path.read_bytes()
         os.utime(path)
     except OSError:
         return None
-    except (ValueError, KeyError):
+    if hashlib.sha256(content[32:]).digest() != content[:32]:
         note = f"note: {path}: a damaged file of the cache: the program is traced again"
         print(note, file=sys.stderr)
         return None
-    known = [*map(jax.tree.structure, arguments)]
-    results = jax.tree.structure(_read_structure(about["results"], known))
-    flat = export.deserialize(bytearray(body)).call
-    return Traced(jax.jit(flat, donate_argnums=about["donated"]), {}, results)
+    head, _, exported = content[32:].partition(b"\n")
+    donated, written = json.loads(head)
+    results = jax.tree.structure(_read_structure(written, [*map(jax.tree.structure, arguments)]))
+    flat = jax.jit(export.deserialize(bytearray(exported)).call, donate_argnums=donated)
+    return Traced(flat, {}, results)
 
 
 def _write_structure(structure: Any, known: list[Any]) -> Any:
