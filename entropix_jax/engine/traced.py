@@ -13,7 +13,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -142,7 +142,7 @@ def _write(path: Path, function: Any, shapes: tuple[Any, ...], static: Mapping[s
     try:
         traced = function.trace(*shapes, **static)
         donated = [i for i, one in enumerate(jax.tree.leaves(traced.args_info)) if one.donated]
-        results = _write_structure(traced.out_tree, [*map(jax.tree.structure, shapes)])
+        results = _write_structure(traced.out_tree, [*_nodes(structure)])
         exported = export.export(jax.jit(flat, donate_argnums=donated))(*leaves).serialize()
         content = json.dumps([donated, results]).encode() + b"\n" + exported
         with replacing(path) as scratch:
@@ -167,14 +167,23 @@ def _read(path: Path, arguments: Any) -> Traced | None:
         return None
     head, _, exported = content[32:].partition(b"\n")
     donated, written = json.loads(head)
-    results = jax.tree.structure(_read_structure(written, [*map(jax.tree.structure, arguments)]))
+    known = [*_nodes(jax.tree.structure(arguments))]
+    results = jax.tree.structure(_read_structure(written, known))
     flat = jax.jit(export.deserialize(bytearray(exported)).call, donate_argnums=donated)
     return Traced(flat, {}, results)
 
 
+def _nodes(structure: Any) -> Iterator[Any]:
+    """Returns a structure and those of its parts, without the leaves."""
+    if structure.node_data() is not None:
+        yield structure
+        for part in structure.children():
+            yield from _nodes(part)
+
+
 def _write_structure(structure: Any, known: list[Any]) -> Any:
-    """Returns a structure as JSON: an argument's as its index, a class of the package as its name,
-    and its parts."""
+    """Returns a structure as JSON: one in the arguments as its index, a class of the package as its
+    name, and its parts. TypeError if another has static fields."""
     if structure in known:
         return known.index(structure)
     node = structure.node_data()
@@ -187,6 +196,8 @@ def _write_structure(structure: Any, known: list[Any]) -> Any:
         inner, kinds = static
         own = _write_structure(inner, known), [(shape, dtype.name) for shape, dtype in kinds]
         return [name, parts, own]
+    if kind is not dict and static:
+        raise TypeError(name)
     return [name, parts, sorted(static) if kind is dict else None]
 
 

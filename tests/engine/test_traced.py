@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 
 from entropix_jax.engine import traced
 from entropix_jax.engine.state import ForkEnd
@@ -144,3 +145,21 @@ def test_own_mechanisms_are_traced_in_each_run(folder: Path) -> None:
         found, wanted = run(parts=Parts((*MECHANISMS, own)))
         jax.tree.map(np.testing.assert_array_equal, found, wanted)
     assert not [*folder.iterdir()]
+
+
+@struct.dataclass
+class Own:
+    """A part with a static field."""
+
+    x: jax.Array
+    name: str = struct.field(pytree_node=False)
+
+
+@pytest.mark.parametrize("name", ["same", "other"])
+def test_static_fields_of_results(name: str, folder: Path) -> None:
+    """A part with static fields is kept if an argument has it, as the state has a record's tally;
+    else the program is traced in each run."""
+    given = {"part": Own(jnp.zeros(3), "same")}
+    found = find_traced(jax.jit(lambda one: [Own(one["part"].x, name)]), (given,), {})(given)
+    assert found[0].name == name
+    assert len([*folder.iterdir()]) == (name == "same")
