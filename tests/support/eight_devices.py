@@ -158,9 +158,10 @@ class Job:
         return replace(records, parent=slot_of[records.parent])
 
     def slots(self, state: DecodeState) -> DecodeState:
-        """Returns the state of the rows in the slots."""
+        """Returns the state of the rows in the slots, with the trail's floats as floats."""
         fetched = jax.tree.map(lambda x: np.array(x)[self.places.indices], state)
-        return replace(fetched, fork=None, settings=None)
+        sampler = replace(fetched.sampler, trail=fetched.sampler.trail.entries.unpack())
+        return replace(fetched, sampler=sampler, fork=None, settings=None)
 
 
 def layout(tree: Any) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
