@@ -31,7 +31,7 @@ from entropix_jax.version import __version__
 ANY = "auto"  # the cluster of RAY_ADDRESS or of this machine, else a new one on this machine
 _MAX_DEATHS = 3  # of actors with an item, or of those that were started in one place
 _LOOK_SECONDS = 0.2  # between looks at a request to stop
-_BURST_SECONDS = 0.02  # in which the other results of a chunk of steps follow the first one
+_BURST_SECONDS = 0.25  # in which other results follow the first one, unless items run out
 _NODES_SECONDS = 1.0  # between looks for nodes that came or died
 _CONNECT_SECONDS = 20.0
 _SPARE = 2  # for this many slots an actor has one item more than slots
@@ -50,8 +50,7 @@ class Work(Protocol):
         None stands for no item yet. It ends the run if no item runs."""
 
 
-# Called in each actor, which gets it pickled. Returns the work, and its description, which is the
-# same in all actors.
+# Called in each actor, pickled. Returns the work, and its description, the same in all actors.
 Make = Callable[[], tuple[Work, Any]]
 
 
@@ -61,6 +60,7 @@ class _Host:
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._runs_out = threading.Event()  # no item is left for the next free slot
 
     def version(self) -> str:
         """Returns the version of the package. Another one may fail to read the arguments of
@@ -90,10 +90,11 @@ class _Host:
     def exchange(self, items: list[Item]) -> list[Item]:
         """Takes items, waits for the result of one of all that it has, and returns the results
         since the last call. Raises what the work raised."""
+        self._runs_out.clear()
         for item in items:
             self._items.put(item)
         results = [self._results.get()]
-        time.sleep(_BURST_SECONDS)
+        self._runs_out.wait(_BURST_SECONDS)
         results += [self._results.get() for _ in range(self._results.qsize())]
         for result in results:
             if isinstance(result, BaseException):
@@ -109,6 +110,8 @@ class _Host:
                     running[id(item[1])] = item
                 yield None if item is None else item[1]
                 item = None if self._items.empty() else self._items.get()
+                if self._items.empty():
+                    self._runs_out.set()
 
         def write(item: Any, result: Any) -> None:
             self._results.put((running.pop(id(item))[0], result))
@@ -299,8 +302,7 @@ class Cluster:
             actor.has_started = True
             carried = {name: value for name, value in os.environ.items() if _CARRIED.match(name)}
             if answer == __version__:
-                own = self._make, actor.cpus
-                actor.call = actor.handle.load.remote(*own, os.getcwd(), carried)
+                actor.call = actor.handle.load.remote(self._make, actor.cpus, os.getcwd(), carried)
                 return []
             answer = f"has entropix-jax {answer}, not {__version__}: install the same", 0, None
         problem, slots, about = answer
