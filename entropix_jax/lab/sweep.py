@@ -152,7 +152,7 @@ def read_sweep(
     with within(str(path)):
         content = read_toml(path)
         if (name := content.pop("settings_of", None)) is not None:
-            if not isinstance(name, str) or Path(name).name != name:
+            if not isinstance(name, str) or not name or Path(name).name != name:
                 expected = "must be the name of a sweep file in the same folder"
                 raise UserError(f"settings_of = {name!r}: {expected}")
             shared = _Table(read_toml(path.with_name(name))).table("settings").values
