@@ -42,7 +42,7 @@ def check_type(name: str, value: Any, annotation: Any) -> Any:
     # True is not 1, bytes are not a sequence of texts, and longer integers cannot be written.
     strange = bytes if bool in kinds else (bytes, int)
     if isinstance(value, strange) or not isinstance(value, tuple(kinds)):
-        names = " or ".join(kind.__name__ for kind in kinds).replace("NoneType", "None")
+        names = " or ".join(dict.fromkeys(k.__name__ for k in kinds)).replace("NoneType", "None")
         raise UserError(f"{name} must be of type {names}, not {abbreviate(value)}")
     return value
 

@@ -97,6 +97,7 @@ CAUSES: list[tuple[Callable[[Place], Any], str]] = [
     (lambda at: at.without_memory().rows(), "1 row of 256 tokens would not fit into memory: cache"),
     (lambda at: run_specs(at.model, []), "the list of requests is empty"),
     (lambda at: at.stream(""), "the prompt is empty"),
+    (lambda at: at.stream(Path()), "prompt must be of type str or Sequence, not"),
     (lambda at: at.stream([]), "messages must be a non-empty list"),
     (lambda at: at.stream("Once", samples=0), "samples must be at least 1, not 0"),
     (lambda at: at.stream("Once", samples=1025), "samples must be at most 1024, not 1025"),
