@@ -357,7 +357,7 @@ def _check_address(address: str) -> None:
         raise UserError(f"--ray {address}: must be HOST:PORT, the address of the cluster's head")
     try:
         socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, ValueError) as error:
         raise UserError(f"--ray {address}: no cluster answers: {error}") from None
 
 
