@@ -132,8 +132,8 @@ def _environment() -> str:
 
 
 def _write(path: Path, function: Any, shapes: tuple[Any, ...], static: Mapping[str, Any]) -> None:
-    """Traces a program and writes its file. If that fails there is none: the call raises the error,
-    or traces the program itself."""
+    """Traces a program and writes its file. After a failure there is no file, and the call traces
+    the program or raises the error."""
     leaves, structure = jax.tree.flatten(shapes)
 
     def flat(*leaves: Any) -> list[Any]:

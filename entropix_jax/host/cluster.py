@@ -60,7 +60,7 @@ class _Host:
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._runs_out = threading.Event()  # no item is left for the next free slot
+        self._runs_out = threading.Event()  # the queue of items is empty
 
     def version(self) -> str:
         """Returns the version of the package. Another one may fail to read the arguments of
@@ -88,8 +88,8 @@ class _Host:
         return "", work.slots, about
 
     def exchange(self, items: list[Item]) -> list[Item]:
-        """Takes items, waits for the result of one of all that it has, and returns the results
-        since the last call. Raises what the work raised."""
+        """Queues items, waits for a result, then a moment for more unless the queue runs empty.
+        Returns the results since the last call. Raises what the work raised."""
         self._runs_out.clear()
         for item in items:
             self._items.put(item)

@@ -332,6 +332,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--mesh", "data=3"], "mesh 'data=3': 3 x 1 = 3 devices, but there are 2"),
     (["--slots", "3"], "mesh data=2,model=1: 3 slots cannot be split evenly over data=2"),
     (["--ray", "a..b:9"], "--ray a..b:9: no cluster answers: "),
+    (["--input", "missing.jsonl"], "missing.jsonl"),
     (["--output", "no/such/folder/out.jsonl"], "no/such/folder"),
     (["--trace", "s3://b/traces"], "s3://b/traces: traces need a folder on this machine"),
     (["--trace", "."], "in.jsonl: give another folder"),

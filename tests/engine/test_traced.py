@@ -157,8 +157,7 @@ class Own:
 
 @pytest.mark.parametrize("name", ["same", "other"])
 def test_static_fields_of_results(name: str, folder: Path) -> None:
-    """A part with static fields is kept if an argument has it, as the state has a record's tally;
-    else the program is traced in each run."""
+    """A part with static fields is kept if an argument has it. Else each run traces the program."""
     given = {"part": Own(jnp.zeros(3), "same")}
     found = find_traced(jax.jit(lambda one: [Own(one["part"].x, name)]), (given,), {})(given)
     assert found[0].name == name
